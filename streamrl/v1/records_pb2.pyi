@@ -29,7 +29,9 @@ class _RolloutStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     ROLLOUT_STATUS_UNSPECIFIED: _RolloutStatus.ValueType  # 0
     ROLLOUT_STATUS_OK: _RolloutStatus.ValueType  # 1
     ROLLOUT_STATUS_FAILED: _RolloutStatus.ValueType  # 2
-    """The infrastructure failed: no tokens, never an advantage. The scheduler dispatches it again."""
+    """The infrastructure failed: no tokens, never an advantage. The trainer rejects it, and the scheduler
+    dispatches it again.
+    """
 
 class RolloutStatus(_RolloutStatus, metaclass=_RolloutStatusEnumTypeWrapper):
     """Whether a rollout can be trained on."""
@@ -37,7 +39,9 @@ class RolloutStatus(_RolloutStatus, metaclass=_RolloutStatusEnumTypeWrapper):
 ROLLOUT_STATUS_UNSPECIFIED: RolloutStatus.ValueType  # 0
 ROLLOUT_STATUS_OK: RolloutStatus.ValueType  # 1
 ROLLOUT_STATUS_FAILED: RolloutStatus.ValueType  # 2
-"""The infrastructure failed: no tokens, never an advantage. The scheduler dispatches it again."""
+"""The infrastructure failed: no tokens, never an advantage. The trainer rejects it, and the scheduler
+dispatches it again.
+"""
 global___RolloutStatus = RolloutStatus
 
 @typing.final

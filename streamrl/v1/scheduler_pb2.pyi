@@ -201,7 +201,6 @@ class HeartbeatRequest(google.protobuf.message.Message):
     NOT_REVOKED_FIELD_NUMBER: builtins.int
     PHASE_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
-    FAILED_FIELD_NUMBER: builtins.int
     DEAD_LETTERS_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     attempt: builtins.int
@@ -223,15 +222,11 @@ class HeartbeatRequest(google.protobuf.message.Message):
     def step_latencies(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StepLatency]: ...
     @property
     def revoked(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[streamrl.v1.sample_pb2.SampleId]:
-        """Answer to Revoke: these will not be sent by this instance."""
+        """These will not be sent by this instance: the answer to a revoke, or given back when it drains."""
 
     @property
     def not_revoked(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[streamrl.v1.sample_pb2.SampleId]:
-        """Answer to Revoke: these had already been sent or are not known here any more."""
-
-    @property
-    def failed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___FailedSample]:
-        """Samples that failed here; the scheduler dispatches them again."""
+        """Answer to a revoke: these had already been sent or are not known here any more."""
 
     def __init__(
         self,
@@ -252,34 +247,11 @@ class HeartbeatRequest(google.protobuf.message.Message):
         not_revoked: collections.abc.Iterable[streamrl.v1.sample_pb2.SampleId] | None = ...,
         phase: global___FleetPhase.ValueType = ...,
         draining: builtins.bool = ...,
-        failed: collections.abc.Iterable[global___FailedSample] | None = ...,
         dead_letters: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "busy_s", b"busy_s", "dead_letters", b"dead_letters", "draining", b"draining", "event_loop_lag_s", b"event_loop_lag_s", "failed", b"failed", "finished_samples", b"finished_samples", "generated_tokens", b"generated_tokens", "incarnation", b"incarnation", "instance", b"instance", "not_revoked", b"not_revoked", "phase", b"phase", "revoked", b"revoked", "run_id", b"run_id", "running", b"running", "step_latencies", b"step_latencies", "waiting", b"waiting", "weight_version", b"weight_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "busy_s", b"busy_s", "dead_letters", b"dead_letters", "draining", b"draining", "event_loop_lag_s", b"event_loop_lag_s", "finished_samples", b"finished_samples", "generated_tokens", b"generated_tokens", "incarnation", b"incarnation", "instance", b"instance", "not_revoked", b"not_revoked", "phase", b"phase", "revoked", b"revoked", "run_id", b"run_id", "running", b"running", "step_latencies", b"step_latencies", "waiting", b"waiting", "weight_version", b"weight_version"]) -> None: ...
 
 global___HeartbeatRequest = HeartbeatRequest
-
-@typing.final
-class FailedSample(google.protobuf.message.Message):
-    """A sample that an instance could not generate."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    ID_FIELD_NUMBER: builtins.int
-    ERROR_FIELD_NUMBER: builtins.int
-    error: builtins.str
-    @property
-    def id(self) -> streamrl.v1.sample_pb2.SampleId: ...
-    def __init__(
-        self,
-        *,
-        id: streamrl.v1.sample_pb2.SampleId | None = ...,
-        error: builtins.str = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["id", b"id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["error", b"error", "id", b"id"]) -> None: ...
-
-global___FailedSample = FailedSample
 
 @typing.final
 class HeartbeatResponse(google.protobuf.message.Message):

@@ -1,0 +1,1 @@
+"""generator_svc: one inference engine that turns assignments into rollouts."""

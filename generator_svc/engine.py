@@ -1,0 +1,105 @@
+"""What an instance asks of an inference engine; vllm_engine.py and fake_engine.py give it.
+
+An engine holds one weight version, admits requests by priority and answers each when its last token is drawn. It knows
+nothing of Kafka, batches or leases.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from streamrl.v1.weights_pb2 import VersionManifest
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One answer to draw."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    temperature: float
+    max_tokens: int
+    stop_token_ids: list[int]
+    seed: int
+    priority: int
+    """Lower is admitted first."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult:
+    """A finished answer; its four parts speak of the same tokens."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """Of each token under the distribution it was drawn from (after temperature), natural logarithm."""
+    version_spans: list[tuple[int, int]]
+    """(weight version, number of tokens), in order; the counts add up to the number of tokens."""
+    finish_reason: Literal["stop", "length"]
+    started_s: float
+    """Unix time at which the engine admitted it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchReport:
+    """What a switch of weights took."""
+
+    weight_version: int
+    digest: str
+    fetch_s: float
+    """From negotiation to the last byte, the part that ran beside generation included."""
+    switch_s: float
+    """From the pause to the resume: the time in which nothing was generated."""
+
+
+class Engine(Protocol):
+    """An inference engine with a life: start, generate and switch, stop.
+
+    Every coroutine raises `EngineDiedError` once the engine is gone; it does not come back.
+    """
+
+    max_running: int
+    """Most sequences that run at once."""
+    kv_cache_tokens: int
+    """Tokens that the KV cache holds."""
+
+    async def start(self, model_folder: Path, manifest: VersionManifest) -> SwitchReport:
+        """Starts on the model's config (no weights in the folder) and loads the version that the manifest describes."""
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        """Draws one answer. Cancelling the call aborts it inside the engine and frees its cache."""
+
+    def prefetch(self, manifest: VersionManifest) -> None:
+        """Begins to bring a version near in the background; generation goes on. Returns at once; a second call for
+        the same version changes nothing, one for another version replaces it."""
+
+    async def switch(self, manifest: VersionManifest) -> SwitchReport:
+        """Loads a version, running sequences paused in between (there are none at a batch boundary) and then continued:
+        their cache is recomputed under the new weights or kept, as `weights.kv_on_swap` says. Caches of different
+        versions are never mixed up by prefix sharing.
+
+        Raises `WeightTransferError` when it could not be fetched or its digests disagree; the old weights stay.
+        """
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        """Log-probs of token_ids[1:], each given those before it, at temperature 1 under the loaded version."""
+
+    def running(self) -> int:
+        """Sequences inside the engine that have begun (an estimate from its last step)."""
+
+    def step_latencies(self) -> list[tuple[int, float, int]]:
+        """(batch size, mean seconds a step, number of steps) since the last call, measured on the running engine."""
+
+    async def pause(self) -> None:
+        """Stops drawing tokens; what runs is kept."""
+
+    async def resume(self) -> None:
+        """Ends a pause."""
+
+    async def sleep(self) -> None:
+        """Releases the accelerator's memory (colocated mode); nothing may be running. On CPUs there is nothing to do."""
+
+    async def wake(self) -> None:
+        """Takes the memory back; the weights are those of before."""
+
+    async def stop(self) -> None:
+        """Ends the engine and its processes."""

@@ -1,0 +1,1 @@
+"""The command `streamrl`: the top layer, which starts and watches the services."""

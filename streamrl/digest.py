@@ -1,0 +1,26 @@
+"""Digests of weight versions, the same at every place that makes or checks one."""
+
+from collections.abc import Iterable
+
+from blake3 import blake3
+
+from streamrl.v1.weights_pb2 import TensorInfo
+
+
+def new_digest() -> "blake3":
+    """An incremental digest of raw bytes: `.update(buffer)`, `.hexdigest()`."""
+    return blake3()
+
+
+def bytes_digest(data: bytes | memoryview) -> str:
+    """BLAKE3 of the data, hex."""
+    return blake3(data).hexdigest()
+
+
+def version_digest(tensors: Iterable[TensorInfo]) -> str:
+    """BLAKE3, hex, over names, dtypes, shapes and digests of the tensors in their order."""
+    digest = blake3()
+    for tensor in tensors:
+        shape = ",".join(str(size) for size in tensor.shape)
+        digest.update(f"{tensor.name}\0{tensor.dtype}\0{shape}\0{tensor.digest}\n".encode())
+    return digest.hexdigest()

@@ -1,0 +1,69 @@
+"""How we connect to Kafka: librdkafka's settings, and what its error callback said last."""
+
+import logging
+import threading
+from typing import Any
+
+from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka.admin import AdminClient
+
+from streamrl.errors import BrokerUnavailableError
+from streamrl.settings import KafkaSection
+
+logger = logging.getLogger(__name__)
+
+
+class Connection:
+    """What producers, readers and admin calls of one process share.
+
+    A wrong password or a refused TLS handshake shows only in librdkafka's error callback, while the call itself just
+    times out: `explain` brings the two together.
+    """
+
+    def __init__(self, settings: KafkaSection, client_id: str) -> None:
+        if not settings.bootstrap_servers:
+            raise ValueError("kafka.bootstrap_servers is empty: expected host:port of a Kafka broker")
+        self.settings = settings
+        self._client_id = client_id
+        self._lock = threading.Lock()
+        self._last_error = ""
+
+    def client_config(self, **extra: Any) -> dict[str, Any]:
+        """librdkafka's configuration: ours, then the user's `kafka.client`, then the caller's."""
+        return {
+            "bootstrap.servers": self.settings.bootstrap_servers,
+            "client.id": self._client_id,
+            "error_cb": self._on_error,
+            "logger": logging.getLogger("librdkafka"),
+            "broker.address.ttl": 1000,
+            "reconnect.backoff.max.ms": 2000,
+            "socket.keepalive.enable": True,
+            **self.settings.client,
+            **extra,
+        }
+
+    def explain(self) -> str:
+        """What the error callback said last, for an error message; empty when nothing."""
+        with self._lock:
+            return f" ({self._last_error})" if self._last_error else ""
+
+    def check(self, timeout_s: float) -> None:
+        """Asks the cluster for its metadata.
+
+        Raises:
+            BrokerUnavailableError: no answer within `timeout_s`.
+        """
+        admin = AdminClient(self.client_config())
+        try:
+            admin.list_topics(timeout=timeout_s)
+        except KafkaException as error:
+            raise BrokerUnavailableError(
+                f"no Kafka broker answers at {self.settings.bootstrap_servers} within {timeout_s:g} s: "
+                f"{error.args[0].str()}{self.explain()}. Check kafka.bootstrap_servers and kafka.client, or leave "
+                f"kafka.bootstrap_servers empty for the embedded broker."
+            ) from error
+
+    def _on_error(self, error: KafkaError) -> None:
+        with self._lock:
+            self._last_error = error.str()
+        logger.log(logging.ERROR if error.fatal() else logging.WARNING, "Kafka: %s", error.str())

@@ -1,0 +1,1 @@
+"""Pure planning functions, shared by scheduler_svc and the command."""

@@ -1,0 +1,28 @@
+"""Channels to a service, sync and asyncio, with the same options."""
+
+import grpc
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+"""Both ends allow this; bulk data goes in chunks far below it, a manifest of 20,000 tensors fits."""
+
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # A service that comes back is found within a second or two.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.enable_http_proxy", 0),
+]
+
+
+def open_channel(address: str) -> grpc.Channel:
+    """A channel for threads. Close it."""
+    return grpc.insecure_channel(address, options=_OPTIONS)
+
+
+def open_aio_channel(address: str) -> grpc.aio.Channel:
+    """A channel for asyncio. Close it."""
+    return grpc.aio.insecure_channel(address, options=_OPTIONS)

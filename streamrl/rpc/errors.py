@@ -1,0 +1,59 @@
+"""Errors to status codes and back. The one place for both ways."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+
+from streamrl.errors import RefusedError, StaleAttemptError, StreamRLError, UnavailableError
+
+_STALE_ATTEMPT = "stale attempt: "
+
+_UNAVAILABLE = frozenset(
+    {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED, grpc.StatusCode.ABORTED}
+)
+
+
+def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
+    """The status code and details that a servicer answers with when it raises."""
+    if isinstance(error, StaleAttemptError):
+        return grpc.StatusCode.FAILED_PRECONDITION, _STALE_ATTEMPT + str(error)
+    if isinstance(error, RefusedError):
+        return grpc.StatusCode.FAILED_PRECONDITION, str(error)
+    if isinstance(error, LookupError):
+        return grpc.StatusCode.NOT_FOUND, str(error.args[0] if error.args else error)
+    if isinstance(error, FileExistsError):
+        return grpc.StatusCode.ALREADY_EXISTS, str(error)
+    if isinstance(error, ValueError):
+        return grpc.StatusCode.INVALID_ARGUMENT, str(error)
+    if isinstance(error, UnavailableError):
+        return grpc.StatusCode.UNAVAILABLE, str(error)
+    return grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}"
+
+
+def error_of(error: grpc.RpcError, peer: str) -> StreamRLError:
+    """What a failed call means to the caller.
+
+    Args:
+        peer: service and address, for the message.
+    """
+    code, details = error.code(), error.details() or ""  # type: ignore[attr-defined]
+    if code in _UNAVAILABLE:
+        return UnavailableError(f"{peer} does not answer ({code.name}): {details}")
+    if details.startswith(_STALE_ATTEMPT):
+        return StaleAttemptError(f"{peer} refused: {details.removeprefix(_STALE_ATTEMPT)}")
+    return RefusedError(f"{peer} refused ({code.name}): {details}")
+
+
+@contextmanager
+def peer_errors(peer: str) -> Iterator[None]:
+    """Turns gRPC's errors inside the block, sync or async, into ours.
+
+    Raises:
+        UnavailableError: the peer does not answer.
+        RefusedError: it answered no.
+    """
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise error_of(error, peer) from error

@@ -1,0 +1,209 @@
+"""Settings that several services read.
+
+A service's own section is in its own settings.py; what others need to know of it (the shape of the fleet, how tokens
+are sampled) is a *view* here that the section extends. The command resolves all sections from TOML, environment and
+`--set` into one JSON file; a service reads its part of that file with `load`.
+"""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+PositiveInt = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """A section of the settings: frozen, unknown keys refused, the text under each field is its help."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class View(BaseModel):
+    """The part of another service's section that this service reads."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class RunSection(Section):
+    id: str = ""
+    """Name of the run, in topic names and folders; empty: made from the settings file's name and the time."""
+    dir: Path = Path("runs")
+    """Folder that holds the runs, each in a folder named by its id."""
+    seed: int = 0
+    """Seed of data order, sampling and a model made on the spot."""
+    attempt: PositiveInt = 1
+    """Life of the run, raised by each resume. Set by the command."""
+    log_level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
+    """How much the services write to their logs."""
+
+    @field_validator("id")
+    @classmethod
+    def _legal_topic_part(cls, value: str) -> str:
+        if value and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", value):
+            raise ValueError("expected letters, digits, '-' and '_' (100 at most): it becomes part of topic names")
+        return value
+
+    @property
+    def folder(self) -> Path:
+        """Everything that belongs to this run."""
+        return self.dir / self.id
+
+
+class PipelineSection(Section):
+    mode: Literal["sync", "async", "colocated"] = "async"
+    """sync: training begins as samples arrive, all of them from the newest weights. async: generation and training
+    overlap, samples at most `max_staleness` versions old. colocated: generate everything, then train, in turn, each on
+    the whole machine."""
+    max_staleness: Annotated[int, Field(ge=0)] = Field(default=1, validate_default=False)
+    """k: how many versions a token may be older than its batch. async: 1 or more; 0 in the other modes."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_staleness(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("max_staleness") is None:
+            return {**values, "max_staleness": 1 if values.get("mode", "async") == "async" else 0}
+        return values
+
+    @model_validator(mode="after")
+    def _staleness_fits_mode(self) -> "PipelineSection":
+        if self.mode == "async" and self.max_staleness < 1:
+            raise ValueError(
+                f"pipeline.max_staleness is {self.max_staleness} in mode async: expected 1 or more (0 is mode sync)"
+            )
+        if self.mode != "async" and self.max_staleness != 0:
+            raise ValueError(
+                f"pipeline.max_staleness is {self.max_staleness} in mode {self.mode}: expected 0, or mode async"
+            )
+        return self
+
+
+class ModelSection(Section):
+    path: str = "tiny"
+    """A folder in Hugging Face's layout, a hub name, or `tiny`: a small model made and warm-started on the spot."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights as generators run them and as they are published; optimizers keep float32 masters."""
+
+
+class RpcSection(Section):
+    trainer_address: str = "127.0.0.1:0"
+    """Where the trainer listens. Port 0 takes a free one. No service needs to reach it: it is for status and control."""
+    scheduler_address: str = "127.0.0.1:0"
+    """Where the scheduler listens, and where the others find it."""
+    weights_address: str = "127.0.0.1:0"
+    """Where weights_svc listens, and where the others find it."""
+    generator_address: str = "127.0.0.1:0"
+    """Where a generator listens, for status and control."""
+    deadline_s: PositiveFloat = 20.0
+    """Deadline of a call that moves no bulk data."""
+    patience_s: PositiveFloat = 120.0
+    """How long a service goes on trying to reach a peer that does not answer before it gives up."""
+
+    @field_validator("trainer_address", "scheduler_address", "weights_address", "generator_address")
+    @classmethod
+    def _host_and_port(cls, value: str) -> str:
+        host, _, port = value.rpartition(":")
+        if not host or not port.isdigit() or int(port) > 65535:
+            raise ValueError(f"expected host:port, got {value!r}")
+        return value
+
+
+class KafkaSection(Section):
+    bootstrap_servers: str = ""
+    """host:port of one or more brokers, separated by commas. Empty: `streamrl run` starts the embedded broker."""
+    embedded: Literal["tansu"] = "tansu"
+    """Which broker `streamrl run` starts when `bootstrap_servers` is empty. tansu keeps its topics in memory."""
+    client: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    """librdkafka's own settings, such as "security.protocol" or "sasl.password", passed through."""
+    rollout_partitions: PositiveInt = 4
+    """Partitions of topic `rollouts`."""
+    replication_factor: PositiveInt = 1
+    """Copies of each topic in the cluster."""
+    retention_hours: PositiveFloat = 24.0
+    """How long a topic keeps a record."""
+    retention_bytes: PositiveInt = 8 * 1024**3
+    """How much a topic keeps in each partition."""
+    max_message_bytes: PositiveInt = 8 * 1024**2
+    """Largest record. The longest legal rollout must fit (about 9 bytes a token)."""
+    compression: Literal["none", "gzip", "snappy", "lz4", "zstd"] = "lz4"
+    """How producers compress."""
+    delivery_timeout_s: PositiveFloat = 120.0
+    """How long a producer tries to deliver a record before the service gives up."""
+
+
+class WeightsSection(Section):
+    swap: Literal["boundary", "in_flight"] = "boundary"
+    """boundary: an instance loads new weights between its batches. in_flight: in the middle of sequences."""
+    kv_on_swap: Literal["recompute", "keep"] = "recompute"
+    """in_flight only. recompute: running sequences get their cache anew under the new weights. keep: they go on with
+    the old cache."""
+    keep_versions: Annotated[int, Field(ge=2)] = 3
+    """How many of the newest versions weights_svc keeps on disk; older ones go when no receiver uses them."""
+    chunk_bytes: Annotated[int, Field(ge=4096, le=32 * 1024**2)] = 2 * 1024**2
+    """Bulk data travels in chunks of this size."""
+
+
+class SamplingView(View):
+    """How tokens are sampled, and how large the fleet is: the part of `generator` that others read."""
+
+    num_instances: PositiveInt = 1
+    """Generators that `streamrl run` starts."""
+    max_tokens: PositiveInt = 256
+    """Longest answer, its ending token included. A longer one is cut and counts as truncated."""
+    temperature: PositiveFloat = 1.0
+    """Of training samples. Evaluation is greedy."""
+    top_p: float = 1.0
+    """Only 1: training needs log-probs of the distribution that was sampled."""
+    top_k: int = 0
+    """Only 0 (off): training needs log-probs of the distribution that was sampled."""
+
+    @model_validator(mode="after")
+    def _whole_distribution(self) -> "SamplingView":
+        for name, off in (("top_p", 1.0), ("top_k", 0)):
+            value = getattr(self, name)
+            if value != off:
+                raise ValueError(
+                    f"generator.{name} is {value}: training needs log-probs of the distribution that was sampled, and "
+                    f"{name} cuts it. Leave generator.{name} at {off} and use generator.temperature instead"
+                )
+        return self
+
+
+class FleetView(View):
+    """The part of `scheduler` that others read."""
+
+    max_instances: PositiveInt = 64
+    """Most instances at once: the number of partitions of topic `assignments`."""
+    lease_s: PositiveFloat = 10.0
+    """An instance that gets no answer from the scheduler for this long stops, and its samples go to others."""
+
+
+class ServiceSettings(BaseModel):
+    """What every service reads of the resolved settings file."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
+
+    run: RunSection = RunSection()
+    pipeline: PipelineSection = PipelineSection()
+    model: ModelSection = ModelSection()
+    rpc: RpcSection = RpcSection()
+    kafka: KafkaSection = KafkaSection()
+    weights: WeightsSection = WeightsSection()
+    generator: SamplingView = SamplingView()
+    scheduler: FleetView = FleetView()
+
+
+SettingsT = TypeVar("SettingsT", bound=ServiceSettings)
+
+
+def load(settings_class: type[SettingsT], path: Path) -> SettingsT:
+    """A service's part of a resolved settings file (JSON, written by the command).
+
+    Raises:
+        ValueError: the file is missing or does not fit.
+    """
+    if not path.is_file():
+        raise ValueError(f"settings file {path} is missing: expected the settings.json of a run folder")
+    return settings_class.model_validate_json(path.read_text())

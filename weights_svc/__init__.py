@@ -1,0 +1,1 @@
+"""weights_svc: keeps weight versions, whole and verified, and hands them out."""
