@@ -47,7 +47,7 @@ _DISTANCE_SIGMA = 1.1
 _ROUND_NUMBER = 40
 _STOP_EARLY_PROBABILITY = 0.65
 # Demonstrations are trained in rows of similar length, at most so many positions at once, padding included.
-_POSITIONS_PER_PASS = 1536
+_POSITIONS_PER_PASS = 1024
 _LOG_EVERY_S = 3.0
 
 

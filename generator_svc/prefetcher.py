@@ -1,0 +1,80 @@
+"""Brings weight versions near while the engine generates: one fetch at a time, in a thread of its own."""
+
+import asyncio
+import contextlib
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+from generator_svc.weight_fetcher import FetchedVersion, WeightFetch, WeightSource
+from streamrl.errors import WeightTransferError
+from streamrl.v1.weights_pb2 import VersionManifest
+
+logger = logging.getLogger(__name__)
+
+
+class Prefetcher:
+    """Holds at most one version that is on its way or has arrived. Lives on one event loop."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+        # Two threads, for a cancelled fetch may still be ending when the next one begins.
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="weight-fetch")
+        self._manifest: VersionManifest | None = None
+        self._fetch: WeightFetch | None = None
+        self._result: asyncio.Future[FetchedVersion] | None = None
+
+    def begin(self, manifest: VersionManifest) -> None:
+        """Begins to fetch. A version that is on its way already, or is there, stays; another one is dropped."""
+        if self._manifest is not None and self._manifest.digest == manifest.digest and not self._failed():
+            return
+        self._drop()
+        fetch = WeightFetch(self._source, manifest)
+        self._manifest, self._fetch = manifest, fetch
+        self._result = asyncio.get_running_loop().run_in_executor(self._threads, fetch.run)
+        self._result.add_done_callback(_log_failure)
+
+    async def take(self, manifest: VersionManifest) -> FetchedVersion:
+        """Waits for a version, begun now if it was not before or if that failed; it is then the caller's to close.
+
+        Raises:
+            WeightTransferError: it could not be fetched, or another version was asked for meanwhile.
+        """
+        self.begin(manifest)
+        result = self._result
+        assert result is not None
+        try:
+            fetched = await asyncio.shield(result)
+        except asyncio.CancelledError:
+            if result.cancelled():
+                raise WeightTransferError(f"version {manifest.weight_version} was dropped for another one") from None
+            raise
+        if self._result is not result:
+            raise WeightTransferError(f"version {manifest.weight_version} was dropped for another one")
+        self._manifest = self._fetch = self._result = None
+        return fetched
+
+    def close(self) -> None:
+        """Ends what is on its way and gives back what has arrived."""
+        self._drop()
+        self._threads.shutdown(wait=False)
+
+    def _failed(self) -> bool:
+        result = self._result
+        return result is not None and result.done() and (result.cancelled() or result.exception() is not None)
+
+    def _drop(self) -> None:
+        fetch, result = self._fetch, self._result
+        self._manifest = self._fetch = self._result = None
+        if fetch is not None and result is not None:
+            fetch.cancel()
+            result.add_done_callback(_close_buffer)
+
+
+def _close_buffer(result: "asyncio.Future[FetchedVersion]") -> None:
+    with contextlib.suppress(WeightTransferError, asyncio.CancelledError):
+        result.result().buffer.close()
+
+
+def _log_failure(result: "asyncio.Future[FetchedVersion]") -> None:
+    if not result.cancelled() and isinstance(error := result.exception(), WeightTransferError):
+        logger.warning("a weight version could not be fetched: %s", error)

@@ -1,0 +1,228 @@
+"""Fetches one weight version from weights_svc into host memory, every tensor checked against its digest.
+
+A broken stream goes on from the last chunk that arrived whole. This is the blocking half, for a thread of its own;
+prefetcher.py keeps it beside generation.
+"""
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import grpc
+
+from generator_svc.version_buffer import VersionBuffer
+from streamrl.digest import new_digest, version_digest
+from streamrl.errors import RefusedError, UnavailableError, WeightTransferError
+from streamrl.rpc.channel import open_channel
+from streamrl.rpc.errors import peer_errors
+from streamrl.v1.weights_pb2 import (
+    TRANSFER_FORMAT_FULL,
+    FetchRequest,
+    NegotiateRequest,
+    TensorChunk,
+    VersionManifest,
+)
+from streamrl.v1.weights_pb2_grpc import WeightsServiceStub
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from blake3 import blake3
+
+logger = logging.getLogger(__name__)
+
+_NEGOTIATE_DEADLINE_S = 20.0
+_STREAM_DEADLINE_S = 60.0
+"""A stream that is still moving then goes on with the next call; one that hangs is found out."""
+_RETRY_WAIT_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """Where versions come from, and who asks."""
+
+    address: str
+    """host:port of this site's weights_svc."""
+    run_id: str
+    attempt: int
+    receiver: str
+    """The instance's name."""
+    site: str
+    patience_s: float = 60.0
+    """A fetch that receives nothing for this long is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedVersion:
+    """A version that lies whole and checked in host memory. Close the buffer after loading it."""
+
+    buffer: VersionBuffer
+    fetch_s: float
+    """From the negotiation to the last byte."""
+
+    @property
+    def manifest(self) -> VersionManifest:
+        return self.buffer.manifest
+
+
+class WeightFetch:
+    """One fetch of one version: run it once, in a thread; cancel it from any other."""
+
+    def __init__(self, source: WeightSource, manifest: VersionManifest) -> None:
+        self._source = source
+        self._manifest = manifest
+        self._cancelled = threading.Event()
+        self._call: grpc.Call | None = None
+
+    def cancel(self) -> None:
+        """Makes `run` raise soon."""
+        self._cancelled.set()
+        call = self._call
+        if call is not None:
+            call.cancel()
+
+    def run(self) -> FetchedVersion:
+        """
+        Raises:
+            WeightTransferError: cancelled, refused, out of patience, or a digest disagrees.
+        """
+        started = time.monotonic()
+        version = self._manifest.weight_version
+        if version_digest(self._manifest.tensors) != self._manifest.digest:
+            raise WeightTransferError(f"the manifest of version {version} does not agree with its own digest")
+        buffer = VersionBuffer(self._manifest)
+        try:
+            assembly = _Assembly(buffer)
+            patience = _Patience(self._source.patience_s, self._cancelled)
+            while not assembly.complete:
+                try:
+                    self._stream(assembly, patience)
+                except UnavailableError as error:
+                    patience.wait_after(error)
+                except RefusedError as error:
+                    raise WeightTransferError(f"version {version} cannot be fetched: {error}") from error
+        except BaseException:
+            buffer.close()
+            raise
+        fetch_s = time.monotonic() - started
+        logger.debug("version=%d fetched: %d bytes in %.3f s", version, self._manifest.num_bytes, fetch_s)
+        return FetchedVersion(buffer, fetch_s)
+
+    def _stream(self, assembly: "_Assembly", patience: "_Patience") -> None:
+        """Negotiates, and streams from where the assembly stands until it is complete or the stream breaks."""
+        manifest, source = self._manifest, self._source
+        with open_channel(source.address) as channel, peer_errors(f"weights_svc at {source.address}"):
+            plan = WeightsServiceStub(channel).Negotiate(
+                NegotiateRequest(
+                    run_id=source.run_id,
+                    attempt=source.attempt,
+                    receiver=source.receiver,
+                    site=source.site,
+                    formats=[TRANSFER_FORMAT_FULL],
+                    exact_weight_version=manifest.weight_version,
+                ),
+                timeout=_NEGOTIATE_DEADLINE_S,
+            )
+        if plan.manifest.digest != manifest.digest:
+            raise RefusedError(f"it holds digest {plan.manifest.digest} instead of {manifest.digest}")
+        address = plan.source_address or source.address
+        with open_channel(address) as channel, peer_errors(f"weights_svc at {address}"):
+            stream: Iterator[object] = WeightsServiceStub(channel).Fetch(
+                FetchRequest(
+                    run_id=source.run_id,
+                    receiver=source.receiver,
+                    weight_version=manifest.weight_version,
+                    format=plan.format,
+                    first_tensor_index=assembly.tensor_index,
+                    first_offset=assembly.offset,
+                    digest=manifest.digest,
+                ),
+                timeout=_STREAM_DEADLINE_S,
+            )
+            self._call = stream
+            try:
+                if self._cancelled.is_set():
+                    stream.cancel()
+                for response in stream:
+                    assembly.add(response.chunk)
+                    patience.renew()
+            finally:
+                self._call = None
+                stream.cancel()
+        if not assembly.complete:
+            raise UnavailableError(f"weights_svc at {address} ended the stream at tensor {assembly.tensor_index}")
+
+
+class _Assembly:
+    """Puts chunks, which come in order, into the buffer, and knows which byte comes next."""
+
+    def __init__(self, buffer: VersionBuffer) -> None:
+        self._buffer = buffer
+        self._tensors = buffer.manifest.tensors
+        self.tensor_index = 0
+        self.offset = 0
+        self._digest: blake3 = new_digest()
+        self._end_tensors()
+
+    @property
+    def complete(self) -> bool:
+        return self.tensor_index == len(self._tensors)
+
+    def add(self, chunk: TensorChunk) -> None:
+        """
+        Raises:
+            WeightTransferError: not the chunk that comes next, or it completes a tensor whose digest disagrees.
+        """
+        data = chunk.data
+        if (
+            (chunk.tensor_index, chunk.offset) != (self.tensor_index, self.offset)
+            or self.complete
+            or self.offset + len(data) > self._tensors[self.tensor_index].num_bytes
+        ):
+            raise WeightTransferError(
+                f"{len(data)} bytes came for tensor {chunk.tensor_index} at {chunk.offset}; "
+                f"expected tensor {self.tensor_index} at {self.offset}"
+            )
+        self._buffer.write(self.tensor_index, self.offset, data)
+        self._digest.update(data)
+        self.offset += len(data)
+        self._end_tensors()
+
+    def _end_tensors(self) -> None:
+        """Closes the current tensor when it is full, and empty ones behind it."""
+        while not self.complete and self.offset == self._tensors[self.tensor_index].num_bytes:
+            expected = self._tensors[self.tensor_index]
+            if self._digest.hexdigest() != expected.digest:
+                raise WeightTransferError(
+                    f"{expected.name} arrived with digest {self._digest.hexdigest()} instead of {expected.digest}"
+                )
+            self.tensor_index += 1
+            self.offset = 0
+            self._digest = new_digest()
+
+
+class _Patience:
+    """Decides when a source that does not answer is given up."""
+
+    def __init__(self, patience_s: float, cancelled: threading.Event) -> None:
+        self._patience_s = patience_s
+        self._cancelled = cancelled
+        self._last_progress = time.monotonic()
+
+    def renew(self) -> None:
+        """Something arrived."""
+        self._last_progress = time.monotonic()
+
+    def wait_after(self, error: UnavailableError) -> None:
+        """Waits before the next try.
+
+        Raises:
+            WeightTransferError: cancelled, or nothing has come for too long.
+        """
+        if time.monotonic() - self._last_progress > self._patience_s:
+            raise WeightTransferError(f"nothing came for {self._patience_s:.0f} s: {error}") from error
+        logger.info("fetch interrupted, going on in %.1f s: %s", _RETRY_WAIT_S, error)
+        if self._cancelled.wait(_RETRY_WAIT_S):
+            raise WeightTransferError("the fetch was cancelled") from error
