@@ -1,17 +1,17 @@
 """The errors of StreamRL.
 
-    ValueError                    what the user got wrong (settings, files, arguments): exit code 2
-    StreamRLError                 what the system met: exit code 1
-    ├── UnavailableError          a broker or peer does not answer; trying again may help
-    │   └── BrokerUnavailableError
-    ├── RefusedError              a peer understood and said no; trying again does not help
-    │   └── StaleAttemptError     from a process of an earlier life of the run
-    ├── EngineDiedError           an inference engine ended
-    ├── WeightTransferError       a weight version could not be fetched whole, or its digests disagree
-    ├── PublishError              a weight version could not be published
-    ├── RecordError               a Kafka record cannot be handled: it goes to dead-letters
-    ├── NoProgressError           nothing moved for longer than allowed
-    └── ServiceDiedError          a service ended and is not coming back
+ValueError                    what the user got wrong (settings, files, arguments): exit code 2
+StreamRLError                 what the system met: exit code 1
+├── UnavailableError          a broker or peer does not answer; trying again may help
+│   └── BrokerUnavailableError
+├── RefusedError              a peer understood and said no; trying again does not help
+│   └── StaleAttemptError     from a process of an earlier life of the run
+├── EngineDiedError           an inference engine ended
+├── WeightTransferError       a weight version could not be fetched whole, or its digests disagree
+├── PublishError              a weight version could not be published
+├── RecordError               a Kafka record cannot be handled: it goes to dead-letters
+├── NoProgressError           nothing moved for longer than allowed
+└── ServiceDiedError          a service ended and is not coming back
 """
 
 

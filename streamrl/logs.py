@@ -8,7 +8,7 @@ _QUIET = ("httpx", "urllib3", "alembic", "mlflow.store", "mlflow.tracking", "fil
 
 
 class _UtcFormatter(logging.Formatter):
-    converter = time.gmtime
+    converter = staticmethod(time.gmtime)
 
 
 def set_up_logs(process_name: str, level: str = "INFO") -> None:
@@ -20,7 +20,9 @@ def set_up_logs(process_name: str, level: str = "INFO") -> None:
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
-        _UtcFormatter(f"%(asctime)s.%(msecs)03dZ {process_name} %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
+        _UtcFormatter(
+            f"%(asctime)s.%(msecs)03dZ {process_name} %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S"
+        )
     )
     logging.basicConfig(level=level, handlers=[handler], force=True)
     for name in _QUIET:

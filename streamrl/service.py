@@ -48,7 +48,9 @@ def main(service: Service[SettingsT], argv: list[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog=f"python -m {service.name}", description=f"Runs {service.name}.")
     parser.add_argument("settings", type=Path, help="resolved settings (settings.json of a run folder)")
-    parser.add_argument("--instance", default=service.name, help="name of this process in the run (default: %(default)s)")
+    parser.add_argument(
+        "--instance", default=service.name, help="name of this process in the run (default: %(default)s)"
+    )
     parser.add_argument("--check", action="store_true", help="only check what the settings name on this machine")
     arguments = parser.parse_args(argv)
     error_file: Path | None = None
@@ -71,7 +73,11 @@ def main(service: Service[SettingsT], argv: list[str] | None = None) -> int:
 async def _serve(service: Service[SettingsT], settings: SettingsT, instance: str) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    lifetime.on_termination(lambda: loop.call_soon_threadsafe(stop.set), grace_s=TERMINATION_GRACE_S)
+
+    def ask_to_stop() -> None:
+        loop.call_soon_threadsafe(stop.set)
+
+    lifetime.on_termination(ask_to_stop, grace_s=TERMINATION_GRACE_S)
     await service.serve(settings, instance, stop)
 
 

@@ -89,7 +89,7 @@ class ModelSection(Section):
 
 class RpcSection(Section):
     trainer_address: str = "127.0.0.1:0"
-    """Where the trainer listens. Port 0 takes a free one. No service needs to reach it: it is for status and control."""
+    """Where the trainer listens, for status and control. Port 0 takes a free one."""
     scheduler_address: str = "127.0.0.1:0"
     """Where the scheduler listens, and where the others find it."""
     weights_address: str = "127.0.0.1:0"

@@ -23,7 +23,14 @@ class SpanLog:
         self._attempt = attempt
 
     def write(
-        self, activity: str, started_s: float, finished_s: float, *, detail: str = "", batch: int = 0, weight_version: int = 0
+        self,
+        activity: str,
+        started_s: float,
+        finished_s: float,
+        *,
+        detail: str = "",
+        batch: int = 0,
+        weight_version: int = 0,
     ) -> None:
         """Writes one span.
 
@@ -55,6 +62,4 @@ class SpanLog:
         try:
             yield
         finally:
-            self.write(
-                activity, started_s, time.time(), detail=detail, batch=batch, weight_version=weight_version
-            )
+            self.write(activity, started_s, time.time(), detail=detail, batch=batch, weight_version=weight_version)

@@ -83,7 +83,11 @@ class RecordReader:
         error = message.error()
         if error is None:
             return Record(
-                message.topic() or "", message.partition() or 0, message.offset() or 0, message.key(), message.value() or b""
+                message.topic() or "",
+                message.partition() or 0,
+                message.offset() or 0,
+                message.key(),
+                message.value() or b"",
             )
         if error.code() == KafkaError._PARTITION_EOF:
             return None
@@ -110,7 +114,10 @@ class ReaderThread:
     """Reads in a thread and hands each batch of records to a callback; an error ends it and goes to another."""
 
     def __init__(
-        self, reader: RecordReader, on_records: Callable[[list[Record]], None], on_error: Callable[[BaseException], None]
+        self,
+        reader: RecordReader,
+        on_records: Callable[[list[Record]], None],
+        on_error: Callable[[BaseException], None],
     ) -> None:
         self._reader = reader
         self._on_records = on_records

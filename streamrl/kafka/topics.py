@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass
 
 from confluent_kafka import KafkaError, KafkaException
-from confluent_kafka.admin import AdminClient, NewTopic
+from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
 from streamrl.errors import BrokerUnavailableError
 from streamrl.kafka.connection import Connection

@@ -1,6 +1,7 @@
 """Channels to a service, sync and asyncio, with the same options."""
 
 import grpc
+import grpc.aio
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Both ends allow this; bulk data goes in chunks far below it, a manifest of 20,000 tensors fits."""

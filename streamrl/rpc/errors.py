@@ -37,7 +37,7 @@ def error_of(error: grpc.RpcError, peer: str) -> StreamRLError:
     Args:
         peer: service and address, for the message.
     """
-    code, details = error.code(), error.details() or ""  # type: ignore[attr-defined]
+    code, details = error.code(), error.details() or ""
     if code in _UNAVAILABLE:
         return UnavailableError(f"{peer} does not answer ({code.name}): {details}")
     if details.startswith(_STALE_ATTEMPT):

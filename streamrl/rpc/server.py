@@ -2,9 +2,10 @@
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
+import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -12,6 +13,9 @@ from streamrl.rpc.channel import MAX_MESSAGE_BYTES
 from streamrl.rpc.errors import status_of
 
 logger = logging.getLogger(__name__)
+
+_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class Server:
@@ -34,7 +38,7 @@ class Server:
                 ("grpc.http2.min_ping_interval_without_data_ms", 5000),
             ],
         )
-        self._health = health.aio.HealthServicer()
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         register(self._server)
         reflection.enable_server_reflection((service_name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
@@ -58,8 +62,8 @@ class Server:
             port = 0
         if port == 0:
             raise ValueError(
-                f"{self._service_name} cannot listen on {address}: the port is in use or the host is not this machine's. "
-                f"Choose another address, or port 0 for a free one."
+                f"{self._service_name} cannot listen on {address}: the port is in use or the host is not this "
+                f"machine's. Choose another address, or port 0 for a free one."
             )
         await self._server.start()
         for name in ("", self._service_name):
@@ -73,14 +77,14 @@ class Server:
         await self._server.stop(grace_s)
 
 
-class _ErrorMapping(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class _ErrorMapping(grpc.aio.ServerInterceptor[Any, Any]):
     """Answers a servicer's exception with its status code, and logs those that we did not foresee."""
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]],
         details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
+    ) -> _Handler:
         handler = await continuation(details)
         if handler is None or not details.method.startswith("/streamrl."):
             return handler
@@ -102,7 +106,7 @@ _STREAMING = {False: grpc.unary_stream_rpc_method_handler, True: grpc.stream_str
 
 
 def _wrap_unary(behaviour: Any, method: str) -> Any:
-    async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+    async def call(request: Any, context: _Context) -> Any:
         try:
             return await behaviour(request, context)
         except Exception as error:  # the edge: whatever a servicer raises becomes a status
@@ -112,7 +116,7 @@ def _wrap_unary(behaviour: Any, method: str) -> Any:
 
 
 def _wrap_streaming(behaviour: Any, method: str) -> Any:
-    async def call(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+    async def call(request: Any, context: _Context) -> AsyncIterator[Any]:
         try:
             async for response in behaviour(request, context):
                 yield response
@@ -122,7 +126,7 @@ def _wrap_streaming(behaviour: Any, method: str) -> Any:
     return call
 
 
-async def _abort(error: Exception, method: str, context: grpc.aio.ServicerContext) -> None:
+async def _abort(error: Exception, method: str, context: _Context) -> None:
     if isinstance(error, grpc.aio.AbortError | grpc.RpcError):
         raise error
     code, message = status_of(error)
