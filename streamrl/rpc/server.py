@@ -77,7 +77,7 @@ class Server:
         await self._server.stop(grace_s)
 
 
-class _ErrorMapping(grpc.aio.ServerInterceptor[Any, Any]):
+class _ErrorMapping(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Answers a servicer's exception with its status code, and logs those that we did not foresee."""
 
     async def intercept_service(
