@@ -26,6 +26,8 @@ def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
         return grpc.StatusCode.ALREADY_EXISTS, str(error)
     if isinstance(error, ValueError):
         return grpc.StatusCode.INVALID_ARGUMENT, str(error)
+    if isinstance(error, NotImplementedError):
+        return grpc.StatusCode.UNIMPLEMENTED, "this service does not have that method"
     if isinstance(error, UnavailableError):
         return grpc.StatusCode.UNAVAILABLE, str(error)
     return grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}"

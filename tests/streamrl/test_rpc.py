@@ -24,12 +24,12 @@ class Weights(weights_pb2_grpc.WeightsServiceServicer):
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
 
-    async def ListVersions(self, request, context):  # noqa: N802
+    async def ListVersions(self, request, context):
         if self.error:
             raise self.error
         return weights_pb2.ListVersionsResponse(bytes_sent=7)
 
-    async def Watch(self, request, context) -> AsyncIterator[weights_pb2.WatchResponse]:  # noqa: N802
+    async def Watch(self, request, context) -> AsyncIterator[weights_pb2.WatchResponse]:
         yield weights_pb2.WatchResponse(weight_version=1)
         if self.error:
             raise self.error
