@@ -39,8 +39,7 @@ class RecordProducer:
         )
         self._failure: KafkaError | None = None
         self._closed = threading.Event()
-        self._poller = threading.Thread(target=self._serve_reports, name="kafka-delivery-reports", daemon=True)
-        self._poller.start()
+        threading.Thread(target=self._serve_reports, name="kafka-delivery-reports", daemon=True).start()
 
     def send(self, topic: str, value: bytes, *, key: bytes | None = None, partition: int = -1) -> None:
         """Queues one record.
@@ -86,8 +85,8 @@ class RecordProducer:
         try:
             self.flush(timeout_s)
         finally:
+            # Its thread ends by itself, within a poll.
             self._closed.set()
-            self._poller.join(2 * _POLL_S)
 
     def __enter__(self) -> "RecordProducer":
         return self
