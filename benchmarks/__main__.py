@@ -1,0 +1,38 @@
+"""`python -m benchmarks NAME [--json]`: exit code 0 when it measured, whether or not the goals are met."""
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+from benchmarks.result import Result
+
+NAMES = sorted(
+    path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in ("__init__", "__main__", "result")
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("name", choices=NAMES)
+    parser.add_argument("--json", action="store_true", help="one line of JSON at the end, and nothing else on stdout")
+    arguments = parser.parse_args()
+    result: Result = importlib.import_module(f"benchmarks.{arguments.name}").measure()
+    sys.stdout.write((result.line() if arguments.json else _table(result)) + "\n")
+    return 0
+
+
+def _table(result: Result) -> str:
+    lines = [f"{result.benchmark} {result.settings}"]
+    for cell in result.cells:
+        verdict = (
+            ""
+            if cell.met is None
+            else f"  {cell.ratio:.2f} of {cell.against}, goal {cell.goal:g}: " + ("met" if cell.met else "missed")
+        )
+        lines.append(f"{cell.name:32} {cell.value:12.4g} {cell.unit}{verdict}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
