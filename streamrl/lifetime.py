@@ -1,4 +1,4 @@
-"""Processes that end with their parent, and orderly ends on SIGTERM.
+"""Processes that end with their parent, orderly ends on SIGTERM, and processes told apart from others with their id.
 
 Linux sends a chosen signal to a process when the thread that started it ends (prctl PR_SET_PDEATHSIG). It survives
 exec but not fork: every process sets its own.
@@ -6,14 +6,20 @@ exec but not fork: every process sets its own.
 
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+ORPHAN_GRACE_S = 6.0
+"""A process whose parent died has this long for an orderly end, whatever it was promised for other ends."""
+
 _PR_SET_PDEATHSIG = 1
+_PR_GET_PDEATHSIG = 2
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -73,7 +79,11 @@ def spawn(
 
 def on_termination(stop: Callable[[], None], *, grace_s: float) -> None:
     """Calls `stop` on the first SIGTERM or SIGINT; ends the process hard when it still lives `grace_s` later or when a
-    second signal comes. Call it from the main thread."""
+    second signal comes. Call it from the main thread.
+
+    In a process that `spawn` started it also ends the process hard `ORPHAN_GRACE_S` after the parent's death: nobody is
+    left who would do so, and the signal's handler would wait for a main thread that is busy in native code.
+    """
     asked = False
 
     def handle(_signal: int, _frame: object) -> None:
@@ -81,10 +91,94 @@ def on_termination(stop: Callable[[], None], *, grace_s: float) -> None:
         if asked:
             os._exit(128 + signal.SIGINT)
         asked = True
-        timer = threading.Timer(grace_s, os._exit, args=(1,))
-        timer.daemon = True
-        timer.start()
+        _exit_after(grace_s)
         stop()
 
     signal.signal(signal.SIGTERM, handle)
     signal.signal(signal.SIGINT, handle)
+    if _parent_death_signal() == signal.SIGTERM:
+        parent_fd = _open_process(os.getppid())
+        threading.Thread(target=_exit_after_parent, args=(parent_fd,), name="parent-watch", daemon=True).start()
+
+
+def _exit_after(delay_s: float) -> None:
+    timer = threading.Timer(delay_s, os._exit, args=(1,))
+    timer.daemon = True
+    timer.start()
+
+
+def _exit_after_parent(parent_fd: int | None) -> None:
+    if parent_fd is not None:
+        wait_ended(parent_fd)
+    _exit_after(ORPHAN_GRACE_S)
+
+
+def _parent_death_signal() -> int:
+    number = ctypes.c_int()
+    _LIBC.prctl(_PR_GET_PDEATHSIG, ctypes.byref(number), 0, 0, 0)
+    return number.value
+
+
+def _open_process(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+
+
+def wait_ended(pidfd: int, timeout_s: float | None = None) -> bool:
+    """Waits, without polling, for a process that need not be a child.
+
+    Args:
+        pidfd: from os.pidfd_open.
+        timeout_s: None: as long as it takes.
+
+    Returns:
+        Whether it has ended.
+    """
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    return bool(poller.poll(None if timeout_s is None else timeout_s * 1000))
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """A process that a reused process id is not mistaken for."""
+
+    pid: int
+    start_ticks: int
+    """When it started, in clock ticks since the machine did (field 22 of /proc/PID/stat)."""
+
+    @classmethod
+    def of(cls, pid: int) -> "ProcessIdentity | None":
+        """The process that has this id now; None when there is none, or only its unread exit code."""
+        try:
+            text = Path(f"/proc/{pid}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return None
+        # The program's name, in parentheses, may hold spaces and parentheses of its own.
+        state, *fields = text.rpartition(")")[2].split()
+        return None if state in "ZX" else cls(pid, int(fields[18]))
+
+    def is_alive(self) -> bool:
+        return self.of(self.pid) == self
+
+    def send(self, number: signal.Signals) -> bool:
+        """Signals the process, never another one that has its id by now.
+
+        Returns:
+            Whether it was there.
+        """
+        pidfd = _open_process(self.pid)
+        if pidfd is None:
+            return False
+        try:
+            # The descriptor holds on to whatever process had the id when it was opened.
+            if not self.is_alive():
+                return False
+            signal.pidfd_send_signal(pidfd, number)
+        except ProcessLookupError:
+            return False
+        finally:
+            os.close(pidfd)
+        return True

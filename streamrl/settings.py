@@ -36,6 +36,8 @@ class RunSection(Section):
     """Seed of data order, sampling and a model made on the spot."""
     attempt: PositiveInt = 1
     """Life of the run, raised by each resume. Set by the command."""
+    max_restarts: Annotated[int, Field(ge=0)] = 5
+    """How often within an hour `streamrl run` starts a generator again that died, before the run fails."""
     log_level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
     """How much the services write to their logs."""
 
