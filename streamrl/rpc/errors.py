@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import grpc
 
-from streamrl.errors import RefusedError, StaleAttemptError, StreamRLError, UnavailableError
+from streamrl.errors import RefusedError, StaleAttemptError, StreamRLError, UnavailableError, WeightTransferError
 
 _STALE_ATTEMPT = "stale attempt: "
 
@@ -30,6 +30,8 @@ def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
         return grpc.StatusCode.UNIMPLEMENTED, "this service does not have that method"
     if isinstance(error, UnavailableError):
         return grpc.StatusCode.UNAVAILABLE, str(error)
+    if isinstance(error, WeightTransferError):
+        return grpc.StatusCode.DATA_LOSS, str(error)
     return grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}"
 
 
@@ -44,6 +46,8 @@ def error_of(error: grpc.RpcError, peer: str) -> StreamRLError:
         return UnavailableError(f"{peer} does not answer ({code.name}): {details}")
     if details.startswith(_STALE_ATTEMPT):
         return StaleAttemptError(f"{peer} refused: {details.removeprefix(_STALE_ATTEMPT)}")
+    if code is grpc.StatusCode.DATA_LOSS:
+        return WeightTransferError(f"{peer}: {details}")
     return RefusedError(f"{peer} refused ({code.name}): {details}")
 
 
@@ -54,6 +58,7 @@ def peer_errors(peer: str) -> Iterator[None]:
     Raises:
         UnavailableError: the peer does not answer.
         RefusedError: it answered no.
+        WeightTransferError: data of a weight version was damaged on the way or where it lies.
     """
     try:
         yield
