@@ -307,7 +307,9 @@ class DrainRequest(google.protobuf.message.Message):
     incarnation: builtins.int
     reason: builtins.str
     stopped: builtins.bool
-    """True: nothing of it runs any more, all it had can go to others at once."""
+    """True: nothing of it runs any more. What it had and did not give back goes to others a lease later, so that
+    rollouts on their way still count.
+    """
     def __init__(
         self,
         *,
@@ -349,7 +351,9 @@ class ReportBatchRequest(google.protobuf.message.Message):
     run_id: builtins.str
     attempt: builtins.int
     complete: builtins.bool
-    """True: the outcomes are all there are of the open batches, after a (re)connection."""
+    """True, after a (re)connection: the outcomes are all there are of the open batches, and closed names all
+    batches that are over. Until one has come, a life of the scheduler dispatches nothing.
+    """
     tokenizer_digest: builtins.str
     """The trainer's tokenizer; an instance with another is refused."""
     @property
@@ -402,10 +406,17 @@ class SampleOutcome(google.protobuf.message.Message):
     OUTCOME_FIELD_NUMBER: builtins.int
     NUM_TOKENS_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    DISPATCH_FIELD_NUMBER: builtins.int
     outcome: global___Outcome.ValueType
     num_tokens: builtins.int
     """Length of the answer, for the history of its prompt."""
     reason: builtins.str
+    incarnation: builtins.int
+    """Of the rollout, for REJECTED: only the rejection of the present dispatch has the sample generated again, so
+    that a report that comes twice or late harms nobody. 0: taken to be of the present one.
+    """
+    dispatch: builtins.int
     @property
     def id(self) -> streamrl.v1.sample_pb2.SampleId: ...
     def __init__(
@@ -415,9 +426,11 @@ class SampleOutcome(google.protobuf.message.Message):
         outcome: global___Outcome.ValueType = ...,
         num_tokens: builtins.int = ...,
         reason: builtins.str = ...,
+        incarnation: builtins.int = ...,
+        dispatch: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["id", b"id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["id", b"id", "num_tokens", b"num_tokens", "outcome", b"outcome", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dispatch", b"dispatch", "id", b"id", "incarnation", b"incarnation", "num_tokens", b"num_tokens", "outcome", b"outcome", "reason", b"reason"]) -> None: ...
 
 global___SampleOutcome = SampleOutcome
 
@@ -436,7 +449,9 @@ class ReportBatchResponse(google.protobuf.message.Message):
     """Train samples given to an instance a second or later time, in this life of the scheduler."""
     @property
     def abandoned(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___AbandonedSample]:
-        """Samples that were dispatched max_dispatches times and will not come."""
+        """Samples that were dispatched max_dispatches times and will not come: repeated until the trainer has said
+        that they are dropped, accepted after all, or of a closed batch.
+        """
 
     def __init__(
         self,
