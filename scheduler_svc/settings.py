@@ -1,0 +1,52 @@
+"""Settings of scheduler_svc."""
+
+from typing import Annotated
+
+from pydantic import ConfigDict, Field, field_validator, model_validator
+
+from streamrl.planning.dispatch import named_policy
+from streamrl.settings import FleetView, PositiveFloat, PositiveInt, ServiceSettings
+
+_HEARTBEATS_PER_LEASE = 5
+
+
+class SchedulerSection(FleetView):
+    model_config = ConfigDict(extra="forbid")
+
+    dispatch: Annotated[str, Field(validate_default=True)] = "longest_first"
+    """How a batch is divided among the instances. longest_first: the longest expected answers first, each to the
+    instance that would be done with it earliest. round_robin: the longest first, dealt in turn. random: any instance,
+    in the order of the batch."""
+    max_dispatches: PositiveInt = 3
+    """How often a sample is given to an instance before it is given up. Times when it was given back unstarted do not
+    count."""
+    fleet_wait_s: PositiveFloat = 60.0
+    """How long after the first instance has registered the scheduler waits for the others (`generator.num_instances`)
+    before it dispatches to those that are there. At least `lease_s`."""
+
+    @field_validator("dispatch")
+    @classmethod
+    def _known_policy(cls, value: str) -> str:
+        named_policy(value)
+        return value
+
+    @model_validator(mode="after")
+    def _outwaits_leases(self) -> "SchedulerSection":
+        if self.fleet_wait_s < self.lease_s:
+            raise ValueError(
+                f"scheduler.fleet_wait_s is {self.fleet_wait_s:g}: expected at least scheduler.lease_s "
+                f"({self.lease_s:g}). A scheduler that was restarted must not dispatch while instances that it does not "
+                f"know yet may still generate what they got before"
+            )
+        return self
+
+    @property
+    def heartbeat_interval_s(self) -> float:
+        """Several heartbeats may be late or lost before a lease is."""
+        return self.lease_s / _HEARTBEATS_PER_LEASE
+
+
+class SchedulerSettings(ServiceSettings):
+    """What scheduler_svc reads of the resolved settings file."""
+
+    scheduler: SchedulerSection = SchedulerSection()
