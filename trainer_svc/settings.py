@@ -22,13 +22,13 @@ class TrainerSection(Section):
     learning_rate: PositiveFloat = 1e-6
     """Of AdamW, constant after the warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps over which the learning rate rises linearly from 0."""
+    """Steps over which the learning rate rises linearly."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """Decay rates of AdamW's two moments."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Of AdamW, decoupled from the gradient."""
-    max_grad_norm: PositiveFloat = 1.0
-    """Gradients with a larger global norm are scaled down to it."""
+    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    """Gradients with a larger global norm are scaled down to it; 0: never."""
     clip_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """c of the clipped surrogate: probability ratios outside 1 - c to 1 + c add no gradient."""
     truncated: Literal["train", "mask"] = "train"
@@ -45,7 +45,7 @@ class TrainerSection(Section):
     num_threads: PositiveInt = 1
     """CPU threads of each rank."""
     saturation_tokens: PositiveInt = 16384
-    """Training begins as soon as trainable samples of so many tokens (prompts included) wait, or the batch is complete."""
+    """Training begins as soon as samples of this many tokens (prompts included) wait, or the batch is complete."""
     micro_batch_tokens: PositiveInt = 8192
     """Most tokens of one forward and backward pass of a rank, padding included."""
     gradient_checkpointing: bool = False
@@ -148,7 +148,7 @@ class TrainerSettings(ServiceSettings):
         trainer, data = self.trainer, self.data
         if data.samples_per_prompt < 2:
             raise ValueError(
-                f"data.samples_per_prompt is {data.samples_per_prompt}: {trainer.algorithm} compares the answers of one "
+                f"data.samples_per_prompt is {data.samples_per_prompt}: {trainer.algorithm} compares the answers of a "
                 "prompt with each other and needs 2 or more"
             )
         longest = data.max_prompt_tokens + self.generator.max_tokens

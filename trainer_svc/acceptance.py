@@ -1,0 +1,393 @@
+"""Which rollouts are taken, refused or dropped, and when groups are complete: state without Kafka, gRPC or clock.
+
+The rules:
+* A sample has one outcome. The first usable copy of it decides; later ones are counted as duplicates.
+* A rollout that failed, or contradicts itself, is rejected: the sample is still wanted, and is generated again.
+* A rollout that is too stale, or whose log-probs are of another distribution, is dropped for good.
+* A group is settled when each of its samples has an outcome; only then are there advantages.
+* Whatever comes, in whatever order, of a closed batch expected = trained + dropped.
+
+The thread that feeds it is trainer_svc/collector.py.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+from google.protobuf.message import DecodeError
+
+from streamrl.errors import RecordError, StaleAttemptError
+from streamrl.identity import PURPOSE_EVALUATION, PURPOSE_TRAIN, BatchKey, SampleKey
+from streamrl.staleness import staleness
+from streamrl.v1.records_pb2 import ROLLOUT_STATUS_FAILED, ROLLOUT_STATUS_OK, Rollout
+from streamrl.v1.sample_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, LOGPROB_MODE_PROCESSED
+from streamrl.v1.scheduler_pb2 import OUTCOME_ACCEPTED, OUTCOME_DROPPED, OUTCOME_REJECTED, SampleOutcome
+from trainer_svc.advantages import ADVANTAGES, TRAINS_TRUNCATED, rewards_are_equal
+from trainer_svc.microbatches import TrainSample
+from trainer_svc.rollout_counts import DropReason, RolloutCounts
+
+
+class PromptOfGroup(Protocol):
+    """What is needed to know of a prompt here; data.py's prompts are more."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+
+Score = Callable[[Any, Sequence[int], bool], float]
+"""Reward of (prompt, answer's token ids, whether the answer is truncated)."""
+
+
+@dataclass(frozen=True)
+class AcceptanceRules:
+    """The settings that decide here."""
+
+    attempt: int
+    max_staleness: int
+    algorithm: str = "grpo"
+    truncated: Literal["train", "mask"] = "train"
+    incomplete_groups: Literal["train", "drop"] = "train"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An accepted rollout with its reward."""
+
+    key: SampleKey
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[tuple[int, int]]
+    """Weight version and number of tokens of each stretch."""
+    reward: float
+    truncated: bool
+    staleness: int
+    instance: str
+    generation_s: float
+    """From its first token's step to its last, by the instance's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one rollout."""
+
+    outcome: SampleOutcome | None
+    """For the scheduler; None: it needs not know."""
+    dead_letter: str = ""
+    """Why the record could not be handled; empty when it could."""
+
+
+@dataclass(slots=True)
+class BatchIntake:
+    """One open batch."""
+
+    key: BatchKey
+    prompts: Sequence[PromptOfGroup]
+    samples_per_prompt: int
+    answers: dict[SampleKey, Answer] = field(default_factory=dict)
+    outcomes: dict[SampleKey, SampleOutcome] = field(default_factory=dict)
+    counts: RolloutCounts = field(default_factory=RolloutCounts)
+    rejected: int = 0
+    """Rollouts that failed and were to come again."""
+    given_up: set[SampleKey] = field(default_factory=set)
+    """Samples that the scheduler gave up and that have not come after all."""
+    dropped_lengths: list[int] = field(default_factory=list)
+    """Answer tokens of each rollout that came and was dropped."""
+    open_groups: dict[int, int] = field(default_factory=dict)
+    """Group to how many of its samples have no outcome yet."""
+    equal_groups: int = 0
+    trained: list[TrainSample] = field(default_factory=list)
+    """Samples of settled groups that take part in the step, in the order in which they became so."""
+
+    def __post_init__(self) -> None:
+        self.open_groups = dict.fromkeys(range(len(self.prompts)), self.samples_per_prompt)
+        self.counts = replace(self.counts, expected=self.num_samples)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.prompts) * self.samples_per_prompt
+
+    @property
+    def num_resolved(self) -> int:
+        """Samples that have an outcome."""
+        return len(self.outcomes)
+
+    @property
+    def complete(self) -> bool:
+        """Every sample has an outcome."""
+        return not self.open_groups
+
+    def holds(self, key: SampleKey) -> bool:
+        return 0 <= key.group < len(self.prompts) and 0 <= key.sample < self.samples_per_prompt
+
+    def group_answers(self, group: int) -> list[Answer]:
+        """The answers of a group, by sample."""
+        keys = (SampleKey(*self.key, group, sample) for sample in range(self.samples_per_prompt))
+        return [self.answers[key] for key in keys if key in self.answers]
+
+
+class Acceptance:
+    """The open batches, and what has to be remembered of closed ones."""
+
+    def __init__(self, rules: AcceptanceRules, score: Score, counts: RolloutCounts | None = None) -> None:
+        """
+        Args:
+            counts: of the batches closed before a checkpoint that this run continues.
+        """
+        self._rules = rules
+        self._score = score
+        self._open: dict[BatchKey, BatchIntake] = {}
+        self._given_up: dict[BatchKey, set[SampleKey]] = {}
+        self.counts = counts or RolloutCounts()
+        """Of closed training batches: those that made the weights."""
+        self.refused_attempts = 0
+        """Rollouts of earlier lives of the run."""
+
+    def open(self, key: BatchKey, prompts: Sequence[PromptOfGroup], samples_per_prompt: int) -> None:
+        """Expects a batch's rollouts from now on. Call it before its prompts are written."""
+        assert key not in self._open and key not in self._given_up, f"{key} is opened twice"
+        self._open[key] = BatchIntake(key, prompts, samples_per_prompt)
+
+    def batch(self, key: BatchKey) -> BatchIntake:
+        """An open batch."""
+        return self._open[key]
+
+    def open_batches(self) -> list[BatchKey]:
+        return list(self._open)
+
+    def closed_batches(self) -> list[BatchKey]:
+        """All that were closed in this life of the run."""
+        return list(self._given_up)
+
+    def open_outcomes(self) -> list[SampleOutcome]:
+        """Every outcome in the open batches, for a scheduler that has forgotten them."""
+        return [outcome for batch in self._open.values() for outcome in batch.outcomes.values()]
+
+    def close(self, key: BatchKey) -> BatchIntake:
+        """Ends a complete batch; its counts join those of the weights."""
+        batch = self._open.pop(key)
+        assert batch.complete and batch.counts.balanced, f"{key} is closed before it is complete: {batch.counts}"
+        self._given_up[key] = batch.given_up
+        if key.purpose == PURPOSE_TRAIN:
+            self.counts += batch.counts
+        return batch
+
+    def offer(self, rollout: Rollout) -> Verdict:
+        """Takes one rollout.
+
+        Raises:
+            StaleAttemptError: it is of a later life of the run: this process must end.
+        """
+        if rollout.attempt > self._rules.attempt:
+            raise StaleAttemptError(
+                f"rollouts of attempt {rollout.attempt} arrive, and this trainer is of attempt {self._rules.attempt}: "
+                "the run was resumed elsewhere"
+            )
+        if rollout.attempt < self._rules.attempt:
+            self.refused_attempts += 1
+            return Verdict(None)
+        key = SampleKey.from_proto(rollout.id)
+        batch = self._open.get(key.batch_key)
+        if batch is None:
+            return self._late(key, rollout)
+        if not batch.holds(key):
+            return Verdict(None, dead_letter=f"sample {key} was never asked for")
+        if key in batch.outcomes:
+            if rollout.status != ROLLOUT_STATUS_FAILED:
+                self._count_again(batch, key)
+            return Verdict(None)
+        if rollout.status == ROLLOUT_STATUS_FAILED:
+            batch.rejected += 1
+            return Verdict(_outcome(key, OUTCOME_REJECTED, reason=rollout.error or "generation failed"))
+        try:
+            check_consistency(rollout)
+        except RecordError as error:
+            batch.rejected += 1
+            return Verdict(_outcome(key, OUTCOME_REJECTED, reason=str(error)), dead_letter=str(error))
+        return Verdict(self._take(batch, key, rollout))
+
+    def abandon(self, key: SampleKey, reason: str) -> SampleOutcome | None:
+        """The scheduler says that a sample will not come. Returns what to confirm; None when there is nothing to."""
+        batch = self._open.get(key.batch_key)
+        if batch is None or not batch.holds(key) or key in batch.outcomes:
+            return None
+        batch.given_up.add(key)
+        return self._drop(batch, key, "abandoned", reason, num_tokens=0)
+
+    def _late(self, key: SampleKey, rollout: Rollout) -> Verdict:
+        """A rollout of a batch that is not open: a copy, or one that was given up and came after all."""
+        given_up = self._given_up.get(key.batch_key)
+        if given_up is None:
+            return Verdict(None, dead_letter=f"{key.batch_key} was never asked for")
+        if rollout.status == ROLLOUT_STATUS_FAILED or key.purpose == PURPOSE_EVALUATION:
+            return Verdict(None)
+        if key in given_up:
+            given_up.discard(key)
+            self.counts = replace(self.counts, received=self.counts.received + 1)
+        else:
+            self.counts = replace(self.counts, duplicate=self.counts.duplicate + 1)
+        return Verdict(None)
+
+    def _count_again(self, batch: BatchIntake, key: SampleKey) -> None:
+        if key in batch.given_up:
+            # Here after all, but its group may have been settled without it.
+            batch.given_up.discard(key)
+            batch.counts = replace(batch.counts, received=batch.counts.received + 1)
+        else:
+            batch.counts = replace(batch.counts, duplicate=batch.counts.duplicate + 1)
+
+    def _take(self, batch: BatchIntake, key: SampleKey, rollout: Rollout) -> SampleOutcome:
+        num_tokens = len(rollout.token_ids)
+        if batch.key.purpose == PURPOSE_EVALUATION:
+            foreign = {span.weight_version for span in rollout.version_spans} - {batch.key.batch}
+            if foreign:
+                batch.rejected += 1
+                return _outcome(key, OUTCOME_REJECTED, reason=f"tokens come from version {sorted(foreign)[0]}")
+        batch.counts = replace(
+            batch.counts,
+            received=batch.counts.received + 1,
+            generated_tokens=batch.counts.generated_tokens + num_tokens,
+        )
+        if rollout.logprob_mode != LOGPROB_MODE_PROCESSED:
+            reason = "log-probs are not those of the sampled distribution"
+            return self._drop(batch, key, "infrastructure", reason, num_tokens)
+        age = 0
+        if batch.key.purpose == PURPOSE_TRAIN:
+            try:
+                age = staleness(key.batch, (span.weight_version for span in rollout.version_spans))
+            except ValueError as error:
+                return self._drop(batch, key, "stale", str(error), num_tokens)
+            if age > self._rules.max_staleness:
+                reason = f"staleness {age} is above {self._rules.max_staleness}"
+                return self._drop(batch, key, "stale", reason, num_tokens)
+        truncated = rollout.finish_reason == FINISH_REASON_LENGTH
+        token_ids = list(rollout.token_ids)
+        batch.answers[key] = Answer(
+            key=key,
+            token_ids=token_ids,
+            logprobs=list(rollout.logprobs),
+            versions=[(span.weight_version, span.num_tokens) for span in rollout.version_spans],
+            reward=self._score(batch.prompts[key.group], token_ids, truncated),
+            truncated=truncated,
+            staleness=age,
+            instance=rollout.instance,
+            generation_s=max(0.0, rollout.timings.finished_s - rollout.timings.started_s),
+        )
+        return self._resolve(batch, key, _outcome(key, OUTCOME_ACCEPTED, num_tokens=num_tokens))
+
+    def _drop(
+        self, batch: BatchIntake, key: SampleKey, drop_reason: DropReason, detail: str, num_tokens: int
+    ) -> SampleOutcome:
+        batch.counts = batch.counts.drop(drop_reason)
+        if num_tokens:
+            batch.dropped_lengths.append(num_tokens)
+        return self._resolve(
+            batch, key, _outcome(key, OUTCOME_DROPPED, num_tokens=num_tokens, reason=f"{drop_reason}: {detail}")
+        )
+
+    def _resolve(self, batch: BatchIntake, key: SampleKey, outcome: SampleOutcome) -> SampleOutcome:
+        batch.outcomes[key] = outcome
+        batch.open_groups[key.group] -= 1
+        if batch.open_groups[key.group] == 0:
+            del batch.open_groups[key.group]
+            self._settle(batch, key.group)
+        return outcome
+
+    def _settle(self, batch: BatchIntake, group: int) -> None:
+        answers = batch.group_answers(group)
+        if batch.key.purpose == PURPOSE_EVALUATION:
+            batch.counts = replace(batch.counts, trained=batch.counts.trained + len(answers))
+            return
+        settled = settle_group(answers, batch.samples_per_prompt, self._rules)
+        for drop_reason, dropped in settled.dropped:
+            batch.counts = batch.counts.drop(drop_reason)
+            batch.dropped_lengths.append(len(dropped.token_ids))
+        batch.counts = replace(batch.counts, trained=batch.counts.trained + len(settled.trained))
+        batch.equal_groups += settled.rewards_are_equal
+        prompt_token_ids = batch.prompts[group].token_ids
+        batch.trained += [_train_sample(answer, advantage, prompt_token_ids) for answer, advantage in settled.trained]
+
+
+@dataclass(frozen=True, slots=True)
+class SettledGroup:
+    """What becomes of the answers of a group in which every sample has an outcome."""
+
+    trained: list[tuple[Answer, float]]
+    """With their advantages."""
+    dropped: list[tuple[DropReason, Answer]]
+    rewards_are_equal: bool = False
+
+
+def settle_group(answers: Sequence[Answer], num_asked: int, rules: AcceptanceRules) -> SettledGroup:
+    """Applies the policies for incomplete groups and truncated answers, and computes advantages.
+
+    Args:
+        answers: those that were accepted.
+        num_asked: samples of the group that were asked for.
+    """
+    incomplete = len(answers) < num_asked
+    if len(answers) < 2 or (incomplete and rules.incomplete_groups == "drop"):
+        return SettledGroup([], [("filtered", answer) for answer in answers])
+    rewards = [answer.reward for answer in answers]
+    advantages = ADVANTAGES[rules.algorithm](rewards)
+    trained: list[tuple[Answer, float]] = []
+    dropped: list[tuple[DropReason, Answer]] = []
+    for answer, advantage in zip(answers, advantages, strict=True):
+        if answer.truncated and not TRAINS_TRUNCATED[rules.truncated]:
+            dropped.append(("truncated", answer))
+        else:
+            trained.append((answer, advantage))
+    return SettledGroup(trained, dropped, rewards_are_equal(rewards))
+
+
+def check_consistency(rollout: Rollout) -> None:
+    """Whether a rollout that says it is well can be used at all.
+
+    Raises:
+        RecordError: it contradicts itself.
+    """
+    num_tokens = len(rollout.token_ids)
+    spans = [span.num_tokens for span in rollout.version_spans]
+    if rollout.status != ROLLOUT_STATUS_OK:
+        raise RecordError(f"status {rollout.status} is unknown")
+    if num_tokens == 0:
+        raise RecordError("it has no tokens")
+    if len(rollout.logprobs) != num_tokens:
+        raise RecordError(f"{num_tokens} tokens have {len(rollout.logprobs)} log-probs")
+    if sum(spans) != num_tokens or min(spans) < 1:
+        raise RecordError(f"{num_tokens} tokens have version spans of {spans} tokens")
+    if not all(math.isfinite(logprob) for logprob in rollout.logprobs):
+        raise RecordError("a log-prob is not finite")
+    if rollout.finish_reason == FINISH_REASON_UNSPECIFIED:
+        raise RecordError("it does not say why it ended")
+
+
+def parse_rollout(value: bytes) -> Rollout:
+    """A record's value.
+
+    Raises:
+        RecordError: it is no rollout.
+    """
+    try:
+        rollout = Rollout.FromString(value)
+    except DecodeError as error:
+        raise RecordError(f"it is no Rollout: {error}") from error
+    if rollout.id.purpose not in (PURPOSE_TRAIN, PURPOSE_EVALUATION):
+        raise RecordError(f"purpose {rollout.id.purpose} is unknown")
+    return rollout
+
+
+def _outcome(key: SampleKey, outcome: int, *, num_tokens: int = 0, reason: str = "") -> SampleOutcome:
+    return SampleOutcome(id=key.to_proto(), outcome=outcome, num_tokens=num_tokens, reason=reason)  # type: ignore[arg-type]
+
+
+def _train_sample(answer: Answer, advantage: float, prompt_token_ids: Sequence[int]) -> TrainSample:
+    own_version = [version == answer.key.batch for version, count in answer.versions for _ in range(count)]
+    return TrainSample(
+        identity=(answer.key.batch, answer.key.group, answer.key.sample),
+        prompt_token_ids=prompt_token_ids,
+        answer_token_ids=answer.token_ids,
+        behaviour_logprobs=answer.logprobs,
+        advantage=advantage,
+        own_version=own_version,
+    )
