@@ -1,0 +1,217 @@
+"""Takes rollouts from topic `rollouts` in a thread, and hands trainable samples to the training thread.
+
+The decisions are in trainer_svc/acceptance.py. Here are the lock around them, the wake-up of who waits, what goes to
+the scheduler and to `dead-letters`, and the position from which everything unfinished could be read again.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from streamrl.errors import RecordError
+from streamrl.identity import BatchKey, SampleKey
+from streamrl.kafka.reader import Record
+from streamrl.v1.scheduler_pb2 import AbandonedSample, SampleOutcome
+from trainer_svc.acceptance import Acceptance, BatchIntake, PromptOfGroup, parse_rollout
+from trainer_svc.microbatches import TrainSample
+from trainer_svc.rollout_counts import RolloutCounts
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far an open batch is."""
+
+    resolved: int
+    expected: int
+
+    def __str__(self) -> str:
+        return f"{self.resolved} of {self.expected}"
+
+
+class Collector:
+    """The open batches, shared between the thread that reads rollouts and the one that trains on them."""
+
+    def __init__(
+        self,
+        acceptance: Acceptance,
+        *,
+        report: Callable[[SampleOutcome], None],
+        dead_letter: Callable[[Record, str], None],
+    ) -> None:
+        """
+        Args:
+            report: what became of a sample, for the scheduler.
+            dead_letter: a record that could not be handled, and why.
+        """
+        self._acceptance = acceptance
+        self._report = report
+        self._dead_letter = dead_letter
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._taken: dict[BatchKey, int] = {}
+        self._positions: dict[int, int] = {}
+        self._first_seen: dict[BatchKey, dict[int, int]] = {}
+        self._last_resolved_s = time.monotonic()
+
+    # What the reader's and the reporter's threads call.
+
+    def on_records(self, records: Iterable[Record]) -> None:
+        """Takes records as they were read. Never raises: an error ends the wait of who waits."""
+        try:
+            for record in records:
+                self._on_record(record)
+        except Exception as error:  # the edge of the reader's thread: whoever waits must learn of it
+            self.fail(error)
+
+    def on_abandoned(self, samples: Iterable[AbandonedSample]) -> None:
+        """The scheduler gave these up."""
+        for sample in samples:
+            key = SampleKey.from_proto(sample.id)
+            with self._changed:
+                outcome = self._acceptance.abandon(key, sample.reason)
+                if outcome is not None:
+                    logger.warning("sample %s was given up: %s", key, sample.reason)
+                    self._progressed()
+            if outcome is not None:
+                self._report(outcome)
+
+    def fail(self, error: BaseException) -> None:
+        """Something that training needs has ended: the first such error is raised by who waits here."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    # What the training thread calls.
+
+    def check(self) -> None:
+        """Raises the error that was handed to `fail`, if any."""
+        with self._changed:
+            self._raise_error()
+
+    def open(self, key: BatchKey, prompts: Sequence[PromptOfGroup], samples_per_prompt: int) -> None:
+        """Expects a batch; call it before its prompts are written."""
+        with self._changed:
+            self._acceptance.open(key, prompts, samples_per_prompt)
+
+    def take(self, key: BatchKey, min_tokens: int | None, timeout_s: float) -> tuple[list[TrainSample], bool] | None:
+        """The trainable samples of a batch that were not taken yet, as soon as they are enough.
+
+        Samples of advantage 0 are left out: they have no gradient.
+
+        Args:
+            min_tokens: enough is this many tokens, prompts included, or the end of the batch; None: only its end.
+
+        Returns:
+            The samples, and whether the batch is complete (nothing more will come); None after `timeout_s`.
+
+        Raises:
+            whatever was handed to `fail`.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                self._raise_error()
+                batch = self._acceptance.batch(key)
+                taken = self._taken.get(key, 0)
+                waiting = [sample for sample in batch.trained[taken:] if sample.advantage != 0.0]
+                enough = min_tokens is not None and sum(sample.num_tokens for sample in waiting) >= min_tokens
+                if batch.complete or enough:
+                    self._taken[key] = len(batch.trained)
+                    return waiting, batch.complete
+                remaining = deadline - time.monotonic()
+                if remaining <= 0 or not self._changed.wait(remaining):
+                    return None
+
+    def wait_complete(self, key: BatchKey, timeout_s: float) -> bool:
+        """Waits until every sample of a batch has an outcome. False after `timeout_s`. Raises as `take`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or self._acceptance.batch(key).complete, timeout_s)
+            self._raise_error()
+            return self._acceptance.batch(key).complete
+
+    def close(self, key: BatchKey) -> BatchIntake:
+        """Ends a complete batch and returns all about it."""
+        with self._changed:
+            self._taken.pop(key, None)
+            self._first_seen.pop(key, None)
+            return self._acceptance.close(key)
+
+    # What anyone may ask.
+
+    def progress(self, key: BatchKey) -> Progress:
+        with self._changed:
+            batch = self._acceptance.batch(key)
+            return Progress(batch.num_resolved, batch.num_samples)
+
+    def waiting_rollouts(self) -> int:
+        """Samples that arrived for open batches and were not handed out yet."""
+        with self._changed:
+            return sum(
+                self._acceptance.batch(key).num_resolved - self._taken.get(key, 0)
+                for key in self._acceptance.open_batches()
+            )
+
+    def counts(self) -> RolloutCounts:
+        """Of the closed training batches."""
+        with self._changed:
+            return self._acceptance.counts
+
+    def refused_attempts(self) -> int:
+        """Rollouts of earlier lives of the run, so far."""
+        with self._changed:
+            return self._acceptance.refused_attempts
+
+    def known_outcomes(self) -> tuple[list[SampleOutcome], list[BatchKey]]:
+        """All outcomes of open batches, and the closed batches: for a scheduler that has forgotten them."""
+        with self._changed:
+            return self._acceptance.open_outcomes(), self._acceptance.closed_batches()
+
+    def resume_positions(self) -> dict[int, int]:
+        """The frontier: for each partition, the first offset that holds anything of an unfinished batch, or the next
+        one to read."""
+        with self._changed:
+            positions = dict(self._positions)
+            for first_seen in self._first_seen.values():
+                for partition, offset in first_seen.items():
+                    positions[partition] = min(positions[partition], offset)
+            return positions
+
+    def seconds_since_progress(self) -> float:
+        """Since a sample last got an outcome, or since the start."""
+        with self._changed:
+            return time.monotonic() - self._last_resolved_s
+
+    def _on_record(self, record: Record) -> None:
+        outcome, reason = None, ""
+        with self._changed:
+            self._positions[record.partition] = record.offset + 1
+            try:
+                rollout = parse_rollout(record.value)
+            except RecordError as error:
+                reason = str(error)
+            else:
+                verdict = self._acceptance.offer(rollout)
+                outcome, reason = verdict.outcome, verdict.dead_letter
+                key = SampleKey.from_proto(rollout.id).batch_key
+                if key in self._acceptance.open_batches():
+                    self._first_seen.setdefault(key, {}).setdefault(record.partition, record.offset)
+            if outcome is not None:
+                self._progressed()
+        if reason:
+            logger.warning("%s goes to dead-letters: %s", record, reason)
+            self._dead_letter(record, reason)
+        if outcome is not None:
+            logger.debug("%s: sample %s %s", record, SampleKey.from_proto(outcome.id), outcome.outcome)
+            self._report(outcome)
+
+    def _progressed(self) -> None:
+        self._last_resolved_s = time.monotonic()
+        self._changed.notify_all()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error

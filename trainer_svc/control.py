@@ -1,0 +1,96 @@
+"""What others may ask of the training loop, and what it shows of itself: one object between its thread and gRPC's."""
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+State = Literal["starting", "evaluating", "waiting", "training", "publishing", "paused", "stopping", "done"]
+
+
+@dataclass(frozen=True)
+class TrainerStatus:
+    """What the loop does now, and its latest figures."""
+
+    state: State = "starting"
+    waits_for: str = ""
+    iteration: int = 0
+    weight_version: int = -1
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class TrainerControl:
+    """Requests to the training loop, which looks at them between two iterations, and its status."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._stop_asked_s: float | None = None
+        self._checkpoint_asked = False
+        self._paused_until_s = 0.0
+        self._status = TrainerStatus()
+
+    def ask_stop(self) -> None:
+        """Ends the run at the end of the iteration that runs, with a checkpoint."""
+        with self._changed:
+            if self._stop_asked_s is None:
+                self._stop_asked_s = time.monotonic()
+            self._changed.notify_all()
+
+    def stop_asked(self, since_s: float = 0.0) -> bool:
+        """Whether the run shall stop, and was asked to at least `since_s` ago."""
+        with self._changed:
+            return self._stop_asked_s is not None and time.monotonic() - self._stop_asked_s >= since_s
+
+    def ask_checkpoint(self) -> None:
+        """A checkpoint at the end of the iteration that runs."""
+        with self._changed:
+            self._checkpoint_asked = True
+
+    def take_checkpoint_request(self) -> bool:
+        """Whether a checkpoint was asked for; it counts as done."""
+        with self._changed:
+            asked, self._checkpoint_asked = self._checkpoint_asked, False
+            return asked
+
+    def pause(self, lease_s: float) -> None:
+        """No further iteration for `lease_s` at most: whoever pauses must come again or lose the pause."""
+        if not lease_s > 0:
+            raise ValueError(f"lease_s is {lease_s}: expected seconds above 0")
+        with self._changed:
+            self._paused_until_s = time.monotonic() + lease_s
+            self._changed.notify_all()
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        with self._changed:
+            self._paused_until_s = 0.0
+            self._changed.notify_all()
+
+    def wait_while_paused(self) -> float:
+        """Returns when there is no pause, or a stop is asked for; the seconds that it took."""
+        started_s = time.monotonic()
+        with self._changed:
+            while self._stop_asked_s is None and (remaining := self._paused_until_s - time.monotonic()) > 0:
+                self._status = replace(self._status, state="paused", waits_for="")
+                self._changed.wait(remaining)
+        return time.monotonic() - started_s
+
+    def show(self, state: State, waits_for: str = "") -> None:
+        """What the loop does now."""
+        with self._changed:
+            self._status = replace(self._status, state=state, waits_for=waits_for)
+
+    def show_iteration(self, iteration: int, weight_version: int, metrics: Mapping[str, float]) -> None:
+        """Finished iterations, the version they made, and the latest figures; earlier ones of other names stay."""
+        with self._changed:
+            self._status = replace(
+                self._status,
+                iteration=iteration,
+                weight_version=weight_version,
+                metrics={**self._status.metrics, **metrics},
+            )
+
+    def status(self) -> TrainerStatus:
+        with self._changed:
+            return self._status

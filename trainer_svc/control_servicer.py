@@ -1,0 +1,70 @@
+"""TrainerService: status and control of the training loop over gRPC."""
+
+import os
+from collections.abc import Callable
+
+import grpc
+
+from streamrl.v1 import trainer_pb2 as messages
+from streamrl.v1.trainer_pb2_grpc import TrainerServiceServicer
+from trainer_svc.control import TrainerControl
+
+
+class ControlServicer(TrainerServiceServicer):
+    """Answers from the control object; nothing here waits for the training loop."""
+
+    def __init__(
+        self,
+        control: TrainerControl,
+        *,
+        run_id: str,
+        attempt: int,
+        num_iterations: int,
+        waiting_rollouts: Callable[[], int],
+    ) -> None:
+        self._control = control
+        self._run_id = run_id
+        self._attempt = attempt
+        self._num_iterations = num_iterations
+        self._waiting_rollouts = waiting_rollouts
+
+    async def GetStatus(
+        self, request: messages.TrainerServiceGetStatusRequest, context: grpc.aio.ServicerContext
+    ) -> messages.TrainerServiceGetStatusResponse:
+        status = self._control.status()
+        return messages.TrainerServiceGetStatusResponse(
+            run_id=self._run_id,
+            pid=os.getpid(),
+            attempt=self._attempt,
+            state="stopping" if self._control.stop_asked() and status.state != "done" else status.state,
+            waits_for=status.waits_for,
+            iteration=status.iteration,
+            num_iterations=self._num_iterations,
+            weight_version=status.weight_version,
+            waiting_rollouts=self._waiting_rollouts(),
+            metrics=status.metrics,
+        )
+
+    async def Pause(
+        self, request: messages.TrainerServicePauseRequest, context: grpc.aio.ServicerContext
+    ) -> messages.TrainerServicePauseResponse:
+        self._control.pause(request.lease_s)
+        return messages.TrainerServicePauseResponse()
+
+    async def Resume(
+        self, request: messages.TrainerServiceResumeRequest, context: grpc.aio.ServicerContext
+    ) -> messages.TrainerServiceResumeResponse:
+        self._control.resume()
+        return messages.TrainerServiceResumeResponse()
+
+    async def Checkpoint(
+        self, request: messages.TrainerServiceCheckpointRequest, context: grpc.aio.ServicerContext
+    ) -> messages.TrainerServiceCheckpointResponse:
+        self._control.ask_checkpoint()
+        return messages.TrainerServiceCheckpointResponse()
+
+    async def Stop(
+        self, request: messages.TrainerServiceStopRequest, context: grpc.aio.ServicerContext
+    ) -> messages.TrainerServiceStopResponse:
+        self._control.ask_stop()
+        return messages.TrainerServiceStopResponse()
