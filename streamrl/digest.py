@@ -4,7 +4,9 @@ from collections.abc import Iterable
 
 from blake3 import blake3
 
-from streamrl.v1.weights_pb2 import TensorInfo
+from streamrl.v1.weights_pb2 import ModelFile, TensorInfo
+
+_NOT_TOKENIZER = frozenset({"config.json", "generation_config.json"})
 
 
 def new_digest() -> "blake3":
@@ -24,3 +26,17 @@ def version_digest(tensors: Iterable[TensorInfo]) -> str:
         shape = ",".join(str(size) for size in tensor.shape)
         digest.update(f"{tensor.name}\0{tensor.dtype}\0{shape}\0{tensor.digest}\n".encode())
     return digest.hexdigest()
+
+
+def tokenizer_digest(files: Iterable[ModelFile]) -> str:
+    """BLAKE3, hex, over names and contents of the files of a model that make its tokenizer; empty when none do.
+
+    Args:
+        files: those that come with version 0, in any order; the model's own configs are left out.
+    """
+    digest, num_files = blake3(), 0
+    for file in sorted(files, key=lambda file: file.name):
+        if file.name not in _NOT_TOKENIZER:
+            digest.update(f"{file.name}\0{bytes_digest(file.content)}\n".encode())
+            num_files += 1
+    return digest.hexdigest() if num_files else ""
