@@ -21,7 +21,9 @@ class Stretch(NamedTuple):
     num_bytes: int
 
 
-def cut(tensor_bytes: Sequence[int], chunk_bytes: int, first_tensor_index: int = 0, first_offset: int = 0) -> Iterator[Stretch]:
+def cut(
+    tensor_bytes: Sequence[int], chunk_bytes: int, first_tensor_index: int = 0, first_offset: int = 0
+) -> Iterator[Stretch]:
     """The stretches that cover all tensors in order from a position on. None is empty or reaches over two tensors.
 
     Args:

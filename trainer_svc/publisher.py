@@ -1,0 +1,290 @@
+"""Publishes weight versions: one stream each to weights_svc, in the background, while training goes on.
+
+Who gathers the tensors of a version (the shards of all ranks) hands them over as a snapshot: named tensors on the CPU
+that nobody changes any more. Their data is digested while it is sent, and never copied as a whole.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from streamrl.digest import new_digest
+from streamrl.errors import PublishError, RefusedError, UnavailableError, WeightTransferError
+from streamrl.rpc.channel import open_channel
+from streamrl.rpc.chunks import cut, encode_publish_request
+from streamrl.rpc.errors import peer_errors
+from streamrl.v1.weights_pb2 import (
+    Canary,
+    ListVersionsRequest,
+    ListVersionsResponse,
+    ModelFile,
+    PublishFooter,
+    PublishHeader,
+    PublishRequest,
+    PublishResponse,
+    RewindRequest,
+    TensorInfo,
+)
+from streamrl.v1.weights_pb2_grpc import WeightsServiceStub
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+_PUBLISH_METHOD = "/streamrl.v1.WeightsService/Publish"
+_SLOWEST_BYTES_PER_S = 10e6
+"""A stream slower than this misses its deadline and begins anew."""
+_FIRST_RETRY_WAIT_S = 0.2
+_LONGEST_RETRY_WAIT_S = 5.0
+
+_DTYPE_NAMES = {
+    "torch.bool": "BOOL",
+    "torch.uint8": "U8",
+    "torch.int8": "I8",
+    "torch.int16": "I16",
+    "torch.int32": "I32",
+    "torch.int64": "I64",
+    "torch.float8_e4m3fn": "F8_E4M3",
+    "torch.float8_e5m2": "F8_E5M2",
+    "torch.float16": "F16",
+    "torch.bfloat16": "BF16",
+    "torch.float32": "F32",
+    "torch.float64": "F64",
+}
+"""safetensors' names of dtypes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A weight version as it is handed over."""
+
+    weight_version: int
+    tensors: Sequence[tuple[str, "torch.Tensor"]]
+    """By name, on the CPU, in the order in which they are sent; not to be changed before they are published."""
+    files: Sequence[ModelFile] = ()
+    """Config and tokenizer: with version 0."""
+    canaries: Sequence[Canary] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A version that was announced."""
+
+    weight_version: int
+    digest: str
+    num_bytes: int
+    started_s: float
+    """Unix time."""
+    publish_s: float
+    """From the hand-over to the announcement, with retries."""
+
+
+@dataclass(slots=True)
+class _Outcomes:
+    """What the background thread has to tell."""
+
+    publications: list[Publication] = field(default_factory=list)
+    error: PublishError | None = None
+
+
+class Publisher:
+    """The trainer's end of weights_svc. Its methods are for one thread."""
+
+    def __init__(
+        self, address: str, run_id: str, attempt: int, *, chunk_bytes: int, deadline_s: float, patience_s: float
+    ) -> None:
+        """
+        Args:
+            address: host:port of weights_svc.
+            chunk_bytes: the data travels in chunks of this size.
+            deadline_s: of a call without its data.
+            patience_s: how long a publish that fails is tried again.
+        """
+        self._peer = f"weights_svc at {address}"
+        self._run_id = run_id
+        self._attempt = attempt
+        self._chunk_bytes = chunk_bytes
+        self._deadline_s = deadline_s
+        self._patience_s = patience_s
+        self._channel = open_channel(address)
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._outcomes = _Outcomes()
+
+    def publish(self, snapshot: Snapshot) -> Publication:
+        """Publishes a version and waits until it is announced.
+
+        Raises:
+            PublishError: it was refused, or weights_svc could not be reached in time.
+            ValueError: a tensor is not on the CPU, or has a dtype that safetensors does not know.
+        """
+        infos = [_tensor_info(name, tensor) for name, tensor in snapshot.tensors]
+        num_bytes = sum(info.num_bytes for info in infos)
+        started_s, started = time.time(), time.monotonic()
+        digest = self._publish_patiently(snapshot, infos)
+        publication = Publication(snapshot.weight_version, digest, num_bytes, started_s, time.monotonic() - started)
+        logger.info(
+            "version=%d is published: %d bytes in %.2f s", snapshot.weight_version, num_bytes, publication.publish_s
+        )
+        return publication
+
+    def submit(self, snapshot: Snapshot) -> None:
+        """Publishes a version in the background. Waits first while another one is still unsent.
+
+        Raises:
+            PublishError: an earlier version could not be published.
+        """
+        self.wait()
+        self._thread = threading.Thread(
+            target=self._publish_in_background,
+            args=(snapshot,),
+            name=f"publish-{snapshot.weight_version}",
+            daemon=True,  # a trainer that fails does not wait for it
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Waits until everything that was submitted is announced.
+
+        Raises:
+            PublishError: a version could not be published.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+    def check(self) -> None:
+        """
+        Raises:
+            PublishError: a version could not be published.
+        """
+        if self._outcomes.error is not None:
+            raise self._outcomes.error
+
+    def take_publications(self) -> list[Publication]:
+        """What was submitted and announced since the last call."""
+        taken = []
+        while self._outcomes.publications:
+            taken.append(self._outcomes.publications.pop(0))
+        return taken
+
+    def rewind(self, weight_version: int) -> list[int]:
+        """Forgets the versions above one, which a resumed run begins with.
+
+        Returns:
+            Those that were forgotten.
+
+        Raises:
+            UnavailableError: weights_svc does not answer.
+            RefusedError: it answered no, as to a process of an earlier attempt.
+        """
+        request = RewindRequest(run_id=self._run_id, attempt=self._attempt, weight_version=weight_version)
+        with peer_errors(self._peer):
+            response = WeightsServiceStub(self._channel).Rewind(request, timeout=self._deadline_s)
+        return list(response.forgotten_weight_versions)
+
+    def list_versions(self) -> ListVersionsResponse:
+        """What weights_svc holds, what receivers have loaded, and the traffic so far.
+
+        Raises:
+            UnavailableError: weights_svc does not answer.
+            RefusedError: it answered no.
+        """
+        with peer_errors(self._peer):
+            return WeightsServiceStub(self._channel).ListVersions(
+                ListVersionsRequest(run_id=self._run_id), timeout=self._deadline_s
+            )
+
+    def close(self) -> None:
+        """Gives up what is still unsent: `wait` first to keep it."""
+        self._closed.set()
+        self._channel.close()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _publish_in_background(self, snapshot: Snapshot) -> None:
+        try:
+            self._outcomes.publications.append(self.publish(snapshot))
+        except PublishError as error:
+            if not self._closed.is_set():
+                logger.error("%s", error)
+            self._outcomes.error = error
+        except Exception as error:  # a thread's outermost edge: the trainer must learn why it ended
+            logger.exception("version=%d", snapshot.weight_version)
+            self._outcomes.error = PublishError(f"version {snapshot.weight_version} cannot be published: {error}")
+
+    def _publish_patiently(self, snapshot: Snapshot, infos: Sequence[TensorInfo]) -> str:
+        """The digest of the version, once it is announced."""
+        wait_s = _FIRST_RETRY_WAIT_S
+        failing_since: float | None = None
+        while True:
+            try:
+                return self._stream(snapshot, infos)
+            except (UnavailableError, WeightTransferError) as error:
+                now = time.monotonic()
+                failing_since = now if failing_since is None else failing_since
+                if self._closed.is_set() or now - failing_since > self._patience_s:
+                    raise PublishError(f"version {snapshot.weight_version} cannot be published: {error}") from error
+                logger.warning("version=%d is not published yet, trying again: %s", snapshot.weight_version, error)
+            except RefusedError as error:
+                raise PublishError(f"version {snapshot.weight_version} cannot be published: {error}") from error
+            if self._closed.wait(wait_s):
+                raise PublishError(f"version {snapshot.weight_version} was not published: the publisher was closed")
+            wait_s = min(2 * wait_s, _LONGEST_RETRY_WAIT_S)
+
+    def _stream(self, snapshot: Snapshot, infos: Sequence[TensorInfo]) -> str:
+        # Requests come serialised: chunks are encoded with one copy.
+        call = self._channel.stream_unary(_PUBLISH_METHOD, None, PublishResponse.FromString)
+        num_bytes = sum(info.num_bytes for info in infos)
+        with peer_errors(self._peer):
+            response = call(
+                self._requests(snapshot, infos), timeout=self._deadline_s + num_bytes / _SLOWEST_BYTES_PER_S
+            )
+        digest: str = response.digest
+        return digest
+
+    def _requests(self, snapshot: Snapshot, infos: Sequence[TensorInfo]) -> Iterator[bytes]:
+        """The stream of one publish, serialised."""
+        header = PublishHeader(
+            run_id=self._run_id,
+            attempt=self._attempt,
+            weight_version=snapshot.weight_version,
+            tensors=infos,
+            files=snapshot.files,
+            canaries=snapshot.canaries,
+        )
+        yield PublishRequest(header=header).SerializeToString()
+        digests = []
+        for index, (_name, tensor) in enumerate(snapshot.tensors):
+            data = _tensor_data(tensor)
+            digest = new_digest()
+            for stretch in cut([len(data)], self._chunk_bytes):
+                stretch_data = data[stretch.offset : stretch.offset + stretch.num_bytes]
+                digest.update(stretch_data)
+                yield encode_publish_request(stretch._replace(tensor_index=index), stretch_data)
+            digests.append(digest.hexdigest())
+        yield PublishRequest(footer=PublishFooter(digests=digests)).SerializeToString()
+
+
+def _tensor_info(name: str, tensor: "torch.Tensor") -> TensorInfo:
+    dtype = _DTYPE_NAMES.get(str(tensor.dtype))
+    if dtype is None:
+        raise ValueError(f"{name} has dtype {tensor.dtype}: expected one of {', '.join(_DTYPE_NAMES)}")
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name} is on {tensor.device}: expected a snapshot on the CPU")
+    return TensorInfo(
+        name=name, dtype=dtype, shape=list(tensor.shape), num_bytes=tensor.numel() * tensor.element_size()
+    )
+
+
+def _tensor_data(tensor: "torch.Tensor") -> memoryview:
+    """The tensor's bytes, little-endian, row by row: a view, but for a tensor that is not contiguous."""
+    import torch
+
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
