@@ -2,12 +2,15 @@
 
 import os
 from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import grpc
 
 from streamrl.v1 import trainer_pb2 as messages
 from streamrl.v1.trainer_pb2_grpc import TrainerServiceServicer
 from trainer_svc.control import TrainerControl
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class ControlServicer(TrainerServiceServicer):
@@ -29,7 +32,7 @@ class ControlServicer(TrainerServiceServicer):
         self._waiting_rollouts = waiting_rollouts
 
     async def GetStatus(
-        self, request: messages.TrainerServiceGetStatusRequest, context: grpc.aio.ServicerContext
+        self, request: messages.TrainerServiceGetStatusRequest, context: Context
     ) -> messages.TrainerServiceGetStatusResponse:
         status = self._control.status()
         return messages.TrainerServiceGetStatusResponse(
@@ -46,25 +49,25 @@ class ControlServicer(TrainerServiceServicer):
         )
 
     async def Pause(
-        self, request: messages.TrainerServicePauseRequest, context: grpc.aio.ServicerContext
+        self, request: messages.TrainerServicePauseRequest, context: Context
     ) -> messages.TrainerServicePauseResponse:
         self._control.pause(request.lease_s)
         return messages.TrainerServicePauseResponse()
 
     async def Resume(
-        self, request: messages.TrainerServiceResumeRequest, context: grpc.aio.ServicerContext
+        self, request: messages.TrainerServiceResumeRequest, context: Context
     ) -> messages.TrainerServiceResumeResponse:
         self._control.resume()
         return messages.TrainerServiceResumeResponse()
 
     async def Checkpoint(
-        self, request: messages.TrainerServiceCheckpointRequest, context: grpc.aio.ServicerContext
+        self, request: messages.TrainerServiceCheckpointRequest, context: Context
     ) -> messages.TrainerServiceCheckpointResponse:
         self._control.ask_checkpoint()
         return messages.TrainerServiceCheckpointResponse()
 
     async def Stop(
-        self, request: messages.TrainerServiceStopRequest, context: grpc.aio.ServicerContext
+        self, request: messages.TrainerServiceStopRequest, context: Context
     ) -> messages.TrainerServiceStopResponse:
         self._control.ask_stop()
         return messages.TrainerServiceStopResponse()

@@ -1,0 +1,160 @@
+"""Every figure that a run logs: its name, unit and meaning, and how an iteration's are computed. Pure.
+
+The same names stand in MLflow, in the trainer's status and in docs/metrics.md, which is made from the table here. The
+step of a figure is the weight version that the iteration made (iteration i makes version i + 1), or that was evaluated.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainer_svc.acceptance import Answer, BatchIntake
+    from trainer_svc.policy import StepStats
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One figure."""
+
+    name: str
+    unit: str
+    meaning: str
+
+
+FIGURES: tuple[Figure, ...] = (
+    Figure("reward/mean", "reward", "mean reward of the batch's answers"),
+    Figure("reward/std", "reward", "standard deviation of the rewards over the batch"),
+    Figure("reward/equal_groups_share", "share", "groups whose rewards are all equal: they have no gradient"),
+    Figure("eval/accuracy", "reward", "mean reward of greedy answers to held-out prompts, of exactly one version"),
+    Figure("eval/length_mean", "tokens", "mean length of those answers"),
+    Figure("eval/truncated_share", "share", "those answers that were cut at generator.max_tokens"),
+    Figure("length/mean", "tokens", "mean length of the batch's answers, ending token included"),
+    Figure("length/p50", "tokens", "median length"),
+    Figure("length/p95", "tokens", "95th percentile of the lengths"),
+    Figure("length/max", "tokens", "longest answer"),
+    Figure("length/truncated_share", "share", "answers that were cut at generator.max_tokens"),
+    Figure("length/dropped_mean", "tokens", "mean length of the rollouts that were dropped; only when there are any"),
+    Figure("staleness/mean", "versions", "batch index minus the oldest version among an answer's tokens, mean"),
+    Figure("staleness/max", "versions", "the largest staleness in the batch"),
+    Figure("loss/policy", "nats", "the loss of the step, divided by the batch's count"),
+    Figure("policy/entropy", "nats", "mean entropy of the next-token distribution over trained tokens"),
+    Figure("policy/clip_fraction", "share", "trained tokens whose probability ratio was outside the clip range"),
+    Figure("kl/behaviour_k3", "nats", "k3 estimate of KL(generator's policy || trained policy), a token"),
+    Figure("grad/norm", "norm", "global gradient norm before clipping"),
+    Figure("train/learning_rate", "rate", "learning rate of the step"),
+    Figure("train/tokens", "tokens", "answer tokens that went through a pass; those of equal-reward groups do not"),
+    Figure("train/applied", "0 or 1", "0: the gradient was not finite and the step changed nothing"),
+    Figure(
+        "mismatch/logprob_abs_diff_mean",
+        "nats",
+        "|log-prob difference| to the generator on tokens of the same version",
+    ),
+    Figure("mismatch/logprob_abs_diff_max", "nats", "the largest such difference in the batch"),
+    Figure("mismatch/own_tokens", "tokens", "tokens that those two are over; 0: nothing in the batch is that new"),
+    Figure("mismatch/behaviour_abs_diff_mean", "nats", "the same mean over all trained tokens, staleness included"),
+    Figure("mismatch/canary_abs_diff_mean", "nats", "|log-prob difference| on the canaries, mean over instances"),
+    Figure("mismatch/canary_abs_diff_max", "nats", "the largest such difference of any instance"),
+    Figure("throughput/samples_per_s", "1/s", "samples trained in the iteration, over its time"),
+    Figure("throughput/tokens_per_s", "1/s", "answer tokens received for the batch, over the iteration's time"),
+    Figure("idle/trainer", "share", "of the time so far (blocking evaluations apart) in which the trainer waited"),
+    Figure("idle/generator", "share", "of that time in which an instance ran no sequence, mean over instances"),
+    Figure("time/iteration_s", "s", "from the end of the iteration before to the end of this, evaluations apart"),
+    Figure("time/wait_s", "s", "of it, waiting for rollouts or for the publisher"),
+    Figure("time/train_s", "s", "of it, forward and backward passes and the step"),
+    Figure("time/snapshot_s", "s", "of it, copying the weights out"),
+    Figure("time/generation_mean_s", "s", "mean time from an answer's first step to its last"),
+    Figure("weights/publish_s", "s", "from the snapshot to the announcement, in the background"),
+    Figure("weights/fetch_s", "s", "mean over instances of their last fetch of a version"),
+    Figure("weights/switch_s", "s", "mean over instances of their last switch, from pause to resume"),
+    Figure("weights/bytes_full", "bytes", "what all fetches so far would have been if each were full"),
+    Figure("weights/bytes_sent", "bytes", "what they were"),
+    Figure("rollouts/rejected", "samples", "rollouts of the batch that had failed and were to come again"),
+    Figure("rollouts/duplicate", "samples", "second and later copies so far"),
+    Figure("rollouts/dropped", "samples", "samples so far that were not trained, whatever the reason"),
+    Figure("rollouts/redispatched", "samples", "samples so far that were given to an instance once more"),
+    Figure("rollouts/dead_letters", "records", "records so far that a service could not handle"),
+    Figure("rollouts/refused_attempts", "records", "rollouts so far of earlier lives of the run"),
+    Figure("fleet/instances", "instances", "generators that are alive"),
+    Figure("fleet/running", "sequences", "sequences that run in their engines"),
+    Figure("fleet/waiting", "sequences", "sequences that wait in front of them"),
+)
+
+
+def batch_figures(batch: "BatchIntake") -> dict[str, float]:
+    """What a closed training batch shows of its rollouts."""
+    answers = list(batch.answers.values())
+    figures = {
+        "reward/equal_groups_share": batch.equal_groups / len(batch.prompts),
+        "rollouts/rejected": float(batch.rejected),
+    }
+    if batch.dropped_lengths:
+        figures["length/dropped_mean"] = mean(batch.dropped_lengths)
+    if not answers:
+        return figures
+    rewards = [answer.reward for answer in answers]
+    lengths = sorted(len(answer.token_ids) for answer in answers)
+    ages = [answer.staleness for answer in answers]
+    reward_mean = mean(rewards)
+    return figures | {
+        "reward/mean": reward_mean,
+        "reward/std": math.sqrt(mean((reward - reward_mean) ** 2 for reward in rewards)),
+        "length/mean": mean(lengths),
+        "length/p50": quantile(lengths, 0.5),
+        "length/p95": quantile(lengths, 0.95),
+        "length/max": float(lengths[-1]),
+        "length/truncated_share": truncated_share(answers),
+        "staleness/mean": mean(ages),
+        "staleness/max": float(max(ages)),
+        "time/generation_mean_s": mean(answer.generation_s for answer in answers),
+    }
+
+
+def step_figures(stats: "StepStats") -> dict[str, float]:
+    """What an optimizer step shows. Figures over no tokens are left out: a 0 would look like agreement."""
+    figures = {
+        "loss/policy": stats.loss,
+        "grad/norm": stats.grad_norm,
+        "train/learning_rate": stats.learning_rate,
+        "train/tokens": float(stats.num_tokens),
+        "train/applied": float(stats.applied),
+        "mismatch/own_tokens": float(stats.num_own_tokens),
+    }
+    if stats.num_tokens:
+        figures |= {
+            "policy/entropy": stats.entropy,
+            "policy/clip_fraction": stats.clip_fraction,
+            "kl/behaviour_k3": stats.approx_kl,
+            "mismatch/behaviour_abs_diff_mean": stats.logprob_abs_diff_mean,
+        }
+    if stats.num_own_tokens:
+        figures |= {
+            "mismatch/logprob_abs_diff_mean": stats.own_logprob_abs_diff_mean,
+            "mismatch/logprob_abs_diff_max": stats.own_logprob_abs_diff_max,
+        }
+    return figures
+
+
+def evaluation_figures(answers: "Sequence[Answer]") -> dict[str, float]:
+    """What the greedy answers of one version show."""
+    return {
+        "eval/accuracy": mean(answer.reward for answer in answers),
+        "eval/length_mean": mean(len(answer.token_ids) for answer in answers),
+        "eval/truncated_share": truncated_share(answers),
+    }
+
+
+def truncated_share(answers: "Sequence[Answer]") -> float:
+    return mean(float(answer.truncated) for answer in answers)
+
+
+def mean(values: Iterable[float]) -> float:
+    """The mean; 0 of nothing."""
+    listed = list(values)
+    return math.fsum(listed) / len(listed) if listed else 0.0
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """The value below which `share` of them lie, by the nearest rank; at least one value, in order."""
+    return float(ordered[max(0, math.ceil(share * len(ordered)) - 1)])

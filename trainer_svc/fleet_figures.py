@@ -1,0 +1,97 @@
+"""How idle the generators are, and what weight traffic costs: from what scheduler and weights_svc report. Pure."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from streamrl.v1.scheduler_pb2 import INSTANCE_STATE_DEAD, GetFleetResponse
+from streamrl.v1.weights_pb2 import AcknowledgeRequest, ListVersionsResponse
+from trainer_svc.figures import mean
+
+
+@dataclass(slots=True)
+class _Reading:
+    busy_s: float
+    heard_at_s: float
+    counted: bool
+
+
+class BusyMeter:
+    """The share of time in which instances had work, from the busy seconds in their heartbeats.
+
+    An instance counts from its first heartbeat to its last, life by life; times between two heartbeats count when both
+    were heard while counting was on (it is off during blocking evaluations).
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, _Reading] = {}
+        self._busy_s = 0.0
+        self._available_s = 0.0
+
+    def add(self, fleet: GetFleetResponse, now_s: float, *, counted: bool) -> None:
+        """Takes the state of the fleet as of `now_s`."""
+        for instance in fleet.instances:
+            if instance.state == INSTANCE_STATE_DEAD or not instance.HasField("heartbeat"):
+                continue
+            reading = _Reading(instance.heartbeat.busy_s, now_s - instance.heartbeat_age_s, counted)
+            last = self._last.get(instance.incarnation)
+            if last is not None and last.counted and counted and reading.heard_at_s > last.heard_at_s:
+                available_s = reading.heard_at_s - last.heard_at_s
+                self._available_s += available_s
+                self._busy_s += min(available_s, max(0.0, reading.busy_s - last.busy_s))
+            self._last[instance.incarnation] = reading
+
+    @property
+    def idle_share(self) -> float:
+        """0 to 1; 0 before anything was counted."""
+        return 1.0 - self._busy_s / self._available_s if self._available_s > 0 else 0.0
+
+
+def fleet_size_figures(fleet: GetFleetResponse) -> dict[str, float]:
+    """How many instances live, and how full they are."""
+    live = [instance for instance in fleet.instances if instance.state != INSTANCE_STATE_DEAD]
+    return {
+        "fleet/instances": float(len(live)),
+        "fleet/running": float(sum(instance.heartbeat.running for instance in live)),
+        "fleet/waiting": float(sum(instance.heartbeat.waiting for instance in live)),
+    }
+
+
+def dead_letters(fleet: GetFleetResponse) -> int:
+    """Records that the scheduler or an instance could not handle."""
+    return int(fleet.dead_letters)
+
+
+def weight_figures(versions: ListVersionsResponse) -> dict[str, float]:
+    """Traffic so far, and how the instances' last switches went."""
+    acknowledged = [receiver.acknowledged for receiver in versions.receivers if receiver.HasField("acknowledged")]
+    figures = {
+        "weights/bytes_full": float(versions.bytes_full),
+        "weights/bytes_sent": float(versions.bytes_sent),
+    }
+    if acknowledged:
+        figures |= {
+            "weights/fetch_s": mean(one.fetch_s for one in acknowledged),
+            "weights/switch_s": mean(one.switch_s for one in acknowledged),
+        }
+    scored = [one for one in acknowledged if one.canary_num_tokens > 0]
+    if scored:
+        figures |= {
+            "mismatch/canary_abs_diff_mean": mean(one.canary_abs_diff_mean for one in scored),
+            "mismatch/canary_abs_diff_max": max(one.canary_abs_diff_max for one in scored),
+        }
+    return figures
+
+
+CANARY_ALARM_NATS = {"float32": 0.01, "bfloat16": 0.25}
+"""By `model.dtype`: a mean canary difference above this is no rounding, but other weights or another distribution."""
+
+
+def canary_alarms(acknowledged: Iterable[AcknowledgeRequest], dtype: str) -> list[str]:
+    """A sentence for each instance whose canaries disagree with the trainer's."""
+    limit = CANARY_ALARM_NATS[dtype]
+    return [
+        f"{one.receiver} scores the canaries of version {one.weight_version} {one.canary_abs_diff_mean:.3g} nats away "
+        f"from the trainer (at most {one.canary_abs_diff_max:.3g}; up to {limit:g} is rounding)"
+        for one in acknowledged
+        if one.canary_num_tokens > 0 and not one.canary_abs_diff_mean <= limit
+    ]

@@ -1,0 +1,107 @@
+"""summary.json: what a run did, in one object, for people and for whoever started it. Pure, but for the writing."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from trainer_svc.rollout_counts import RolloutCounts
+
+RunStatus = Literal["completed", "stopped", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """One evaluation of one weight version."""
+
+    weight_version: int
+    accuracy: float
+    """Mean reward, 0 to 1."""
+    num_prompts: int
+    """Prompts that were answered."""
+
+
+@dataclass(frozen=True)
+class RunTotals:
+    """What the summary is made of."""
+
+    run_id: str
+    attempt: int
+    iterations: int
+    """Steps behind the final weights: their version."""
+    wall_s: float
+    """From the first training prompt written to the last step, blocking evaluations apart."""
+    first_evaluation: EvaluationResult | None
+    last_evaluation: EvaluationResult | None
+    first_reward: float
+    last_reward: float
+    """Mean reward of the first and the last batch."""
+    counts: RolloutCounts
+    redispatched: int
+    dead_letters: int
+    staleness_max: int
+    idle_trainer: float
+    idle_generator: float
+    bytes_full: int
+    bytes_sent: int
+    mlflow_tracking_uri: str
+    mlflow_run_id: str
+
+
+def summarise(status: RunStatus, totals: RunTotals) -> dict[str, Any]:
+    """The summary of a run. Evaluations that never took place are 0 over 0 prompts."""
+    first, last, counts = totals.first_evaluation, totals.last_evaluation, totals.counts
+    return {
+        "status": status,
+        "run_id": totals.run_id,
+        "iterations": totals.iterations,
+        "wall_s": totals.wall_s,
+        "samples_per_s": _rate(counts.trained, totals.wall_s),
+        "tokens_per_s": _rate(counts.generated_tokens, totals.wall_s),
+        "eval": {
+            "first": first.accuracy if first else 0.0,
+            "last": last.accuracy if last else 0.0,
+            "num_prompts": last.num_prompts if last else 0,
+        },
+        "reward": {"first": totals.first_reward, "last": totals.last_reward},
+        "rollouts": {
+            "expected": counts.expected,
+            "received": counts.received,
+            "trained": counts.trained,
+            "duplicate": counts.duplicate,
+            "dropped": dict(counts.dropped),
+            "redispatched": totals.redispatched,
+            "dead_letters": totals.dead_letters,
+        },
+        "staleness_max": totals.staleness_max,
+        "idle": {"trainer": _share(totals.idle_trainer), "generator": _share(totals.idle_generator)},
+        "weights": {
+            "version": totals.iterations,
+            "bytes_full": totals.bytes_full,
+            "bytes_sent": totals.bytes_sent,
+        },
+        "attempts": totals.attempt,
+        "mlflow": {"tracking_uri": totals.mlflow_tracking_uri, "run_id": totals.mlflow_run_id},
+        "report": None,
+    }
+
+
+def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
+    """Writes `summary.json` whole or not at all."""
+    unfinished = folder / "summary.json.unfinished"
+    with unfinished.open("w") as file:
+        json.dump(summary, file)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(folder / "summary.json")
+
+
+def _rate(count: int, seconds: float) -> float:
+    return count / seconds if seconds > 0 else 0.0
+
+
+def _share(value: float) -> float:
+    return min(1.0, max(0.0, value))
