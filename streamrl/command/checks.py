@@ -1,0 +1,120 @@
+"""What is looked at before a run starts: ports, the broker, and what each service finds on this machine.
+
+Nothing of the run is written or started here. What settings say about each other was checked by resolve.py.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from streamrl import lifetime
+from streamrl.command.ports import why_not_listen
+from streamrl.command.settings import Settings
+from streamrl.errors import StreamRLError
+from streamrl.kafka.connection import Connection
+from streamrl.run_folder import write_private
+
+BROKER_TIMEOUT_S = 10.0
+NOT_CHECKED_OFFLINE = (
+    "whether the ports are free",
+    "whether the broker of kafka.bootstrap_servers answers",
+    "whether a model with a hub name can be downloaded",
+    "whether the model fits into the accelerators' memory",
+)
+"""What a dry run leaves out."""
+
+# Services whose --check looks at files and functions that the settings name.
+_CHECKED_SERVICES = ("trainer", "generator")
+_SERVICE_TIMEOUT_S = 60.0
+
+
+def check_addresses(settings: Settings) -> None:
+    """Raises ValueError when a service could not listen where the settings say."""
+    rpc = settings.rpc
+    problems = []
+    for name in ("trainer_address", "scheduler_address", "weights_address", "generator_address"):
+        reason = why_not_listen(getattr(rpc, name))
+        if reason is not None:
+            problems.append(f"rpc.{name} is {getattr(rpc, name)}: {reason}. Choose another, or port 0 for a free one")
+    fixed = [address for address in (rpc.trainer_address, rpc.scheduler_address, rpc.weights_address, rpc.generator_address)
+             if not address.endswith(":0")]
+    problems.extend(f"{address} is given to two services" for address in sorted({a for a in fixed if fixed.count(a) > 1}))
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def check_broker(settings: Settings) -> None:
+    """Raises BrokerUnavailableError when the cluster that the settings name does not answer."""
+    if settings.kafka.bootstrap_servers:
+        Connection(settings.kafka, client_id="streamrl-command").check(BROKER_TIMEOUT_S)
+
+
+def check_services(settings: Settings) -> None:
+    """Lets each service check the settings, all at once, each in a process of its own (they import large libraries).
+
+    Raises:
+        ValueError: with what they all found.
+        StreamRLError: a check itself failed.
+    """
+    with TemporaryDirectory(prefix="streamrl-check-") as folder:
+        settings_file = Path(folder) / "settings.json"
+        write_private(settings_file, settings.model_dump_json())
+        checks = {
+            service: (
+                lifetime.spawn(
+                    [sys.executable, "-m", f"{service}_svc", str(settings_file), "--check"],
+                    log=Path(folder) / f"{service}.log",
+                ),
+                Path(folder) / f"{service}.log",
+            )
+            for service in _CHECKED_SERVICES
+        }
+        deadline = time.monotonic() + _SERVICE_TIMEOUT_S
+        try:
+            problems = [
+                error for service, (process, log) in checks.items() if (error := _outcome(service, process, log, deadline))
+            ]
+        finally:
+            for process, _ in checks.values():
+                process.kill()
+                process.wait()
+    refused = [str(problem) for problem in problems if isinstance(problem, ValueError)]
+    if refused:
+        raise ValueError("; ".join(dict.fromkeys(refused)))
+    if problems:
+        raise problems[0]
+
+
+def _outcome(
+    service: str, process: "subprocess.Popen[bytes]", log: Path, deadline: float
+) -> ValueError | StreamRLError | None:
+    """What a check found; None: nothing."""
+    try:
+        exit_code = process.wait(max(deadline - time.monotonic(), 0.0))
+    except subprocess.TimeoutExpired:
+        return StreamRLError(f"{service}_svc has not checked its settings within {_SERVICE_TIMEOUT_S:g} s")
+    if exit_code == 0:
+        return None
+    lines = log.read_text(errors="replace").splitlines()
+    report = _last_report(lines)
+    if report is None:
+        return StreamRLError(f"the check of {service}_svc failed (exit code {exit_code}): {' / '.join(lines[-5:])}")
+    if report["kind"] == "bad_input":
+        return ValueError(report["message"])
+    return StreamRLError(f"the check of {service}_svc failed: {report['kind']}: {report['message']}")
+
+
+def _last_report(lines: Sequence[str]) -> dict[str, str] | None:
+    """The {"kind": …, "message": …} that a failed service ends its output with."""
+    for line in reversed(lines):
+        if line.startswith("{"):
+            try:
+                report = json.loads(line)
+            except json.JSONDecodeError:
+                return None
+            return report if isinstance(report, dict) and {"kind", "message"} <= report.keys() else None
+    return None

@@ -1,0 +1,113 @@
+"""The command `streamrl`: its arguments. What a subcommand needs is imported when it runs, so that `--help` is instant."""
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn
+
+from streamrl import __version__
+from streamrl.command.report import EXIT_FAILED, EXIT_INTERRUPTED, tell_failure, write_error, write_json
+from streamrl.errors import StreamRLError
+
+_EPILOG = """\
+RUN is a run's id or its folder; left out, it is the newest run (runs/latest).
+Settings come from CONFIG (TOML), then from the environment (STREAMRL_TRAINER__NUM_ITERATIONS=10), then from --set.
+Exit codes: 0 completed, 1 failed, 2 bad input, 130 interrupted."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises on bad arguments, so that they are told like any other bad input."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} (see {self.prog} --help)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command.
+
+    Returns:
+        The exit code: 0 completed, 1 failed, 2 bad input, 130 interrupted.
+    """
+    arguments_given = sys.argv[1:] if argv is None else list(argv)
+    as_json = "--json" in arguments_given
+    # Nothing is logged unless a subcommand says where to: standard error belongs to progress.
+    logging.basicConfig(handlers=[logging.NullHandler()])
+    try:
+        arguments = _parser().parse_args(arguments_given)
+        module, function = arguments.runs.split(":")
+        handler: Callable[[argparse.Namespace], int] = getattr(import_module(module), function)
+        return handler(arguments)
+    except (ValueError, StreamRLError) as error:
+        return tell_failure(error, as_json=as_json)
+    except KeyboardInterrupt:
+        write_error("interrupted")
+        if as_json:
+            write_json({"status": "stopped", "error": {"kind": "interrupted", "message": "interrupted"}})
+        return EXIT_INTERRUPTED
+    except Exception as error:  # the outermost edge: with --json, even a fault of ours ends in one line
+        if as_json:
+            tell_failure(error, as_json=True)
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        return EXIT_FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="streamrl",
+        description="Reinforcement learning for LLMs, with generation and training as separate services.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"streamrl {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    run = _command(commands, "run", "streamrl.command.run:run", "start a run and wait until it is over")
+    _settings_arguments(run)
+    run.add_argument("--dry-run", action="store_true", help="resolve and check the settings, start nothing")
+
+    status = _command(commands, "status", "streamrl.command.status:status", "show what a run does, or how it ended")
+    _run_argument(status)
+    status.add_argument("--watch", action="store_true", help="go on showing it until the run is over")
+
+    stop = _command(commands, "stop", "streamrl.command.stop:stop", "end a run at the end of its iteration, with a checkpoint")
+    _run_argument(stop)
+    stop.add_argument("--now", action="store_true", help="end it at once, without a checkpoint")
+
+    serve = _command(commands, "serve", "streamrl.command.serve:serve", "run one service in the foreground, for clusters")
+    serve.add_argument("service", choices=("trainer", "generator", "scheduler", "weights"), help="which service")
+    _settings_arguments(serve)
+    serve.add_argument("--instance", metavar="NAME", help="name of this process in the run (generators need one each)")
+
+    _command(commands, "doctor", "streamrl.command.doctor:doctor", "say what this machine lacks, and how to get it")
+    return parser
+
+
+def _command(
+    commands: "argparse._SubParsersAction[_Parser]", name: str, runs: str, summary: str
+) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    command.set_defaults(runs=runs)
+    command.add_argument("--json", action="store_true", help="write the result as one line of JSON to standard output")
+    return command
+
+
+def _settings_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("config", type=Path, metavar="CONFIG", help="settings (TOML)")
+    command.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="set one key, over CONFIG and environment (repeatable)",
+    )
+
+
+def _run_argument(command: argparse.ArgumentParser) -> None:
+    command.add_argument("run", nargs="?", metavar="RUN", help="id or folder of the run (default: the newest)")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

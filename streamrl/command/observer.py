@@ -1,0 +1,93 @@
+"""What a run does now, asked of its trainer and its scheduler; and the one thing it is told: to stop."""
+
+import asyncio
+from dataclasses import dataclass
+from types import TracebackType
+
+from streamrl.errors import StreamRLError
+from streamrl.rpc.channel import open_aio_channel
+from streamrl.rpc.errors import peer_errors
+from streamrl.v1.scheduler_pb2 import GetFleetRequest, GetFleetResponse
+from streamrl.v1.scheduler_pb2_grpc import SchedulerServiceStub
+from streamrl.v1.trainer_pb2 import (
+    TrainerServiceGetStatusRequest,
+    TrainerServiceGetStatusResponse,
+    TrainerServiceStopRequest,
+)
+from streamrl.v1.trainer_pb2_grpc import TrainerServiceStub
+
+_DEADLINE_S = 2.0
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What two services said about a run; None for one that did not answer."""
+
+    trainer: TrainerServiceGetStatusResponse | None
+    fleet: GetFleetResponse | None
+
+
+class Observer:
+    """Calls to a run's services. Use it inside one event loop."""
+
+    def __init__(self, run_id: str, trainer_address: str, scheduler_address: str) -> None:
+        self._run_id = run_id
+        self._addresses = (trainer_address, scheduler_address)
+        self._trainer_channel = open_aio_channel(trainer_address)
+        self._scheduler_channel = open_aio_channel(scheduler_address)
+        self._trainer = TrainerServiceStub(self._trainer_channel)  # type: ignore[no-untyped-call]
+        self._scheduler = SchedulerServiceStub(self._scheduler_channel)  # type: ignore[no-untyped-call]
+        self._registered: set[str] = set()
+
+    async def observe(self) -> Observation:
+        """Asks both, at once. A service that does not answer yet, or any more, is no error."""
+        trainer, fleet = await asyncio.gather(self._trainer_status(), self._fleet())
+        return Observation(trainer, fleet)
+
+    async def has_registered(self, instance: str) -> bool:
+        """Whether a generator has ever registered, as far as the scheduler or we remember."""
+        await self._fleet()
+        return instance in self._registered
+
+    async def ask_to_stop(self) -> bool:
+        """Asks the trainer to end the run at the end of its iteration.
+
+        Returns:
+            Whether it answered.
+        """
+        try:
+            with peer_errors(f"trainer at {self._addresses[0]}"):
+                await self._trainer.Stop(TrainerServiceStopRequest(), timeout=_DEADLINE_S)
+        except StreamRLError:
+            return False
+        return True
+
+    async def _trainer_status(self) -> TrainerServiceGetStatusResponse | None:
+        try:
+            with peer_errors(f"trainer at {self._addresses[0]}"):
+                status: TrainerServiceGetStatusResponse = await self._trainer.GetStatus(
+                    TrainerServiceGetStatusRequest(), timeout=_DEADLINE_S
+                )
+        except StreamRLError:
+            return None
+        # Another run's trainer may have taken the port of one that is gone.
+        return status if status.run_id == self._run_id else None
+
+    async def _fleet(self) -> GetFleetResponse | None:
+        try:
+            with peer_errors(f"scheduler at {self._addresses[1]}"):
+                fleet: GetFleetResponse = await self._scheduler.GetFleet(
+                    GetFleetRequest(run_id=self._run_id), timeout=_DEADLINE_S
+                )
+        except StreamRLError:
+            return None
+        self._registered.update(instance.instance for instance in fleet.instances)
+        return fleet
+
+    async def __aenter__(self) -> "Observer":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.gather(self._trainer_channel.close(), self._scheduler_channel.close())

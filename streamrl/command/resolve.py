@@ -1,0 +1,176 @@
+"""From a TOML file, the environment and `--set` to the final settings of a run, with every problem in one message.
+
+Later ones win: TOML, then `STREAMRL_SECTION__KEY`, then `--set section.key=value`. Nothing is started or written here.
+"""
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import EnvSettingsSource, SettingsError, TomlConfigSettingsSource
+
+from streamrl.command.ports import free_port
+from streamrl.command.setting_names import (
+    join_free_tables,
+    parse_assignment,
+    parse_value,
+    suggestion,
+    unknown_names,
+    without,
+)
+from streamrl.command.settings import SERVICE_SETTINGS, Settings
+
+_ENVIRONMENT = "environment"
+_PREFIX = "STREAMRL_"
+
+
+class _EnvironmentSource(EnvSettingsSource):
+    """The environment, with lists and tables as TOML values."""
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+        del field_name, field
+        return parse_value(value)
+
+
+def resolve(config: Path, assignments: Sequence[str], now: datetime | None = None) -> Settings:
+    """Reads and checks the settings. Addresses with port 0 stay so: see `with_addresses`.
+
+    Args:
+        config: a TOML file.
+        assignments: `section.key=value`, the later one wins.
+        now: for the name of a run that has none.
+
+    Raises:
+        ValueError: with every problem that was found.
+    """
+    problems: list[str] = []
+    values: dict[str, Any] = {}
+    layers = [
+        (str(config), _from_file(config)),
+        (_ENVIRONMENT, _from_environment(problems)),
+        *((f"--set {assignment}", parse_assignment(assignment, Settings)) for assignment in assignments),
+    ]
+    for origin, layer in layers:
+        joined = join_free_tables(layer, Settings)
+        unknown = set(unknown_names(joined, Settings))
+        problems.extend(f"{_place(name, origin)}: unknown; {suggestion(name, Settings)}" for name in sorted(unknown))
+        values = _updated(values, without(joined, unknown))
+    settings, wrong = _validated(values)
+    problems.extend(wrong)
+    if problems or settings is None:
+        raise ValueError(_listed(problems))
+    run = settings.run.model_copy(
+        update={
+            "id": settings.run.id or new_run_id(config, settings.run.dir, now or datetime.now(UTC)),
+            "dir": settings.run.dir.resolve(),
+        }
+    )
+    return settings.model_copy(update={"run": run})
+
+
+def with_addresses(settings: Settings) -> Settings:
+    """The settings with a free port for each service that others must find and that has port 0.
+
+    Generators, which nobody has to find, keep port 0 and take one when they start.
+    """
+    addresses: dict[str, str] = {}
+    taken: set[int] = set()
+    for name in ("trainer_address", "scheduler_address", "weights_address"):
+        host, _, port = getattr(settings.rpc, name).rpartition(":")
+        if port == "0":
+            chosen = free_port(host.strip("[]"), taken)
+            taken.add(chosen)
+            addresses[name] = f"{host}:{chosen}"
+    return settings.model_copy(update={"rpc": settings.rpc.model_copy(update=addresses)})
+
+
+def new_run_id(config: Path, runs: Path, now: datetime) -> str:
+    """A name from the settings file's name and the time, that no folder in `runs` has."""
+    stem = re.sub(r"[^A-Za-z0-9_-]+", "-", config.stem).strip("-_")[:60] or "run"
+    base = f"{stem}-{now:%Y%m%d-%H%M%S}"
+    candidate, count = base, 1
+    while (runs / candidate).exists():
+        count += 1
+        candidate = f"{base}-{count}"
+    return candidate
+
+
+def _from_file(config: Path) -> dict[str, Any]:
+    if not config.is_file():
+        raise ValueError(f"settings file {config} is missing: expected a TOML file, such as examples/laptop.toml")
+    try:
+        return TomlConfigSettingsSource(Settings, config)()
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{config} is not a TOML file: {error}") from error
+
+
+def _from_environment(problems: list[str]) -> dict[str, Any]:
+    known = {f"{_PREFIX}{section.upper()}" for section in Settings.model_fields}
+    for name in sorted(os.environ):
+        if name.upper().startswith(_PREFIX) and name.upper().partition("__")[0] not in known:
+            near = difflib.get_close_matches(name.upper().partition("__")[0], known, 1, 0.6)
+            hint = f"did you mean {near[0]}__KEY?" if near else f"expected {_PREFIX}SECTION__KEY"
+            problems.append(f"environment variable {name}: unknown; {hint}")
+    try:
+        return _EnvironmentSource(Settings)()
+    except SettingsError as error:
+        problems.append(f"environment: {error}")
+        return {}
+
+
+def _validated(values: Mapping[str, Any]) -> tuple[Settings | None, list[str]]:
+    """The settings, and what is wrong with them by their own rules and by each service's."""
+    problems: dict[str, None] = {}
+    settings: Settings | None = None
+    try:
+        settings = Settings(**values)
+    except ValidationError as error:
+        problems.update(dict.fromkeys(_messages(error)))
+    for settings_class in SERVICE_SETTINGS.values():
+        try:
+            settings_class.model_validate(values)
+        except ValidationError as error:
+            problems.update(dict.fromkeys(_messages(error)))
+    return settings, list(problems)
+
+
+def _messages(error: ValidationError) -> list[str]:
+    messages = []
+    for problem in error.errors(include_url=False):
+        place = ".".join(str(part) for part in problem["loc"])
+        message = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] != "value_error":
+            message = f"{message[0].lower()}{message[1:]}, got {problem['input']!r}"
+        elif "." not in place:
+            # A rule between keys names them itself.
+            place = ""
+        messages.append(f"{place}: {message}" if place else message)
+    return messages
+
+
+def _place(name: str, origin: str) -> str:
+    if origin == _ENVIRONMENT:
+        return f"environment variable {_PREFIX}{name.upper().replace('.', '__')}"
+    return f"{name} ({origin})"
+
+
+def _listed(problems: Sequence[str]) -> str:
+    if len(problems) == 1:
+        return problems[0]
+    return "\n".join([f"{len(problems)} problems in the settings:", *(f"  {problem}" for problem in problems)])
+
+
+def _updated(values: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, Any]:
+    """`newer` over `values`: tables key by key, anything else whole."""
+    merged = dict(values)
+    for name, value in newer.items():
+        old = merged.get(name)
+        merged[name] = _updated(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged

@@ -1,0 +1,140 @@
+"""`streamrl run`: resolve the settings, look before starting, make the run's folder, run, tell how it ended."""
+
+import asyncio
+import contextlib
+import logging
+import os
+from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from streamrl.command.broker import EmbeddedBroker
+from streamrl.command.checks import NOT_CHECKED_OFFLINE, check_addresses, check_broker, check_services
+from streamrl.command.conduct import Conductor, Outcome
+from streamrl.command.display import Display, open_display, show_summary
+from streamrl.command.report import (
+    EXIT_COMPLETED,
+    EXIT_INTERRUPTED,
+    error_report,
+    now_text,
+    tell_failure,
+    write_error,
+    write_json,
+    write_line,
+)
+from streamrl.command.resolve import resolve, with_addresses
+from streamrl.command.settings import Settings
+from streamrl.command.settings_text import public_settings, toml_text
+from streamrl.errors import StreamRLError
+from streamrl.lifetime import ProcessIdentity
+from streamrl.run_folder import RunFolder, RunRecord, ServiceRecord
+
+
+def run(arguments: Namespace) -> int:
+    """Runs the command.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ValueError: bad input, found before anything was started.
+        StreamRLError: the broker does not answer.
+    """
+    settings = resolve(arguments.config, arguments.set)
+    if arguments.dry_run:
+        return _dry_run(settings, as_json=arguments.json)
+    folder = RunFolder(settings.run.folder)
+    if folder.record.exists():
+        raise ValueError(f"run {settings.run.id} exists already in {folder.path}: choose another run.id")
+    display = open_display(settings.generator.num_instances)
+    with contextlib.closing(display):
+        outcome = _run(settings, folder, display, arguments.config)
+    return _tell(outcome, settings, folder, as_json=arguments.json)
+
+
+def _run(settings: Settings, folder: RunFolder, display: Display, config: Path) -> Outcome:
+    display.step(f"run {settings.run.id}: checking")
+    check_addresses(settings)
+    with ThreadPoolExecutor(1) as waiter:
+        # A broker that does not answer is waited for beside the services' checks, which need this thread.
+        broker_check = waiter.submit(check_broker, settings)
+        check_services(settings)
+        broker_check.result()
+    settings = with_addresses(settings)
+    with contextlib.ExitStack() as stack:
+        broker: EmbeddedBroker | None = None
+        if not settings.kafka.bootstrap_servers:
+            broker = stack.enter_context(EmbeddedBroker.start(folder.log("broker")))
+            settings = settings.model_copy(update={"kafka": broker.settings(settings.kafka)})
+        record = _first_record(settings, config, broker)
+        folder.create(record, settings.model_dump_json(indent=2))
+        _log_to(folder.log("run"), settings.run.log_level)
+        if broker is not None:
+            try:
+                broker.wait_ready()
+            except StreamRLError as error:
+                folder.write_record(record.ended("failed", now_text(), error_report(error)))
+                raise
+            display.step(f"broker ready at {broker.address}")
+        return asyncio.run(_conduct(settings, folder, record, display, broker))
+
+
+async def _conduct(
+    settings: Settings, folder: RunFolder, record: RunRecord, display: Display, broker: EmbeddedBroker | None
+) -> Outcome:
+    return await Conductor(settings, folder, record, display, broker).conduct()
+
+
+def _first_record(settings: Settings, config: Path, broker: EmbeddedBroker | None) -> RunRecord:
+    me = ProcessIdentity.of(os.getpid())
+    assert me is not None
+    services: tuple[ServiceRecord, ...] = ()
+    if broker is not None and (process := ProcessIdentity.of(broker.process.pid)) is not None:
+        services = (ServiceRecord(service="broker", instance="broker", process=process, address=broker.address),)
+    return RunRecord(
+        run_id=settings.run.id, config=str(config), process=me, started_at=now_text(), services=services
+    )
+
+
+def _log_to(log: Path, level: str) -> None:
+    """What this process logs goes into the run's folder: standard error shows progress."""
+    handler = logging.FileHandler(log)
+    handler.setFormatter(logging.Formatter("%(asctime)s run %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+
+
+def _tell(outcome: Outcome, settings: Settings, folder: RunFolder, *, as_json: bool) -> int:
+    if outcome.error is not None:
+        return tell_failure(outcome.error, as_json=as_json, run_id=settings.run.id)
+    if outcome.summary is not None:
+        if as_json:
+            write_json(outcome.summary)
+        show_summary(outcome.summary)
+        write_error(f"everything of this run is in {folder.path}")
+    else:
+        message = "stopped before the trainer had begun"
+        write_error(message)
+        if as_json:
+            error = {"kind": "interrupted", "message": message}
+            write_json({"status": outcome.status, "run_id": settings.run.id, "error": error})
+    return EXIT_COMPLETED if outcome.status == "completed" else EXIT_INTERRUPTED
+
+
+def _dry_run(settings: Settings, *, as_json: bool) -> int:
+    """Checks what can be checked without broker, hub, network or accelerator, and shows the resolved settings."""
+    check_services(settings)
+    if as_json:
+        write_json(
+            {
+                "status": "checked",
+                "run_id": settings.run.id,
+                "settings": public_settings(settings),
+                "not_checked": list(NOT_CHECKED_OFFLINE),
+            }
+        )
+        return EXIT_COMPLETED
+    write_line(toml_text(public_settings(settings)))
+    write_error("These settings fit together, and what they name on this machine is there. Not checked:")
+    for item in NOT_CHECKED_OFFLINE:
+        write_error(f"  {item}")
+    return EXIT_COMPLETED

@@ -1,0 +1,67 @@
+"""`streamrl serve`: one service in the foreground, for clusters, where something else starts, watches and restarts it.
+
+All services of a run are given the same CONFIG: the addresses in it must be real ones, since nobody can hand on a port
+that one of them has found free.
+"""
+
+import os
+from argparse import Namespace
+
+from streamrl.command.report import write_error
+from streamrl.command.resolve import resolve
+from streamrl.command.settings import Settings
+from streamrl.command.supervisor import service_command
+from streamrl.run_folder import write_private
+
+# What each service must be able to find: nobody calls the trainer or a generator to do the work.
+_MUST_FIND = {
+    "trainer": ("scheduler_address", "weights_address"),
+    "generator": ("scheduler_address", "weights_address"),
+    "scheduler": ("scheduler_address", "weights_address"),
+    "weights": ("weights_address",),
+}
+
+
+def serve(arguments: Namespace) -> int:
+    """Becomes the service; returns only by raising.
+
+    Raises:
+        ValueError: the settings leave open what only `streamrl run` could decide.
+    """
+    service, instance = arguments.service, arguments.instance or arguments.service
+    settings = resolve(arguments.config, arguments.set)
+    check_final(service, settings, named=_is_named(arguments, settings))
+    if service == "generator" and arguments.instance is None:
+        raise ValueError("give this generator a name of its own in the run: --instance generator-0")
+    folder = settings.run.folder / "services"
+    folder.mkdir(parents=True, exist_ok=True)
+    settings_file = folder / f"{instance}.settings.json"
+    write_private(settings_file, settings.model_dump_json(indent=2))
+    write_error(f"{instance} of run {settings.run.id}: settings in {settings_file}")
+    command = service_command(service, instance, settings_file)
+    os.execv(command[0], command)
+
+
+def check_final(service: str, settings: Settings, *, named: bool) -> None:
+    """Raises ValueError when services that were started apart could not find each other.
+
+    Args:
+        named: whether run.id was given, and not made up for this process alone.
+    """
+    problems = []
+    if not named:
+        problems.append("run.id is empty: services that are started one by one need one name for their run")
+    if not settings.kafka.bootstrap_servers:
+        problems.append("kafka.bootstrap_servers is empty: the embedded broker comes only with `streamrl run`")
+    for name in _MUST_FIND[service]:
+        address = getattr(settings.rpc, name)
+        if address.endswith(":0"):
+            problems.append(f"rpc.{name} is {address}: give it a port that the other services can know")
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def _is_named(arguments: Namespace, settings: Settings) -> bool:
+    """A made-up name differs from second to second: one that was given resolves to itself."""
+    del arguments
+    return settings.run.id != ""

@@ -1,0 +1,99 @@
+"""All settings of a run: every service's own sections together, and the rules between them that no single service sees.
+
+Sections are described where they are read: in streamrl/settings.py and in each service's settings.py. How a TOML file,
+the environment and `--set` become one of these is in resolve.py.
+"""
+
+from pydantic import model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from generator_svc.settings import GeneratorSection, GeneratorSettings
+from scheduler_svc.settings import SchedulerSection, SchedulerSettings
+from streamrl.settings import (
+    KafkaSection,
+    ModelSection,
+    PipelineSection,
+    RpcSection,
+    RunSection,
+    ServiceSettings,
+    WeightsSection,
+)
+from trainer_svc.settings import (
+    DataSection,
+    EvalSection,
+    MlflowSection,
+    RewardSection,
+    TrainerSection,
+    TrainerSettings,
+)
+from weights_svc.settings import WeightsServiceSettings
+
+SERVICE_SETTINGS: dict[str, type[ServiceSettings]] = {
+    "trainer": TrainerSettings,
+    "generator": GeneratorSettings,
+    "scheduler": SchedulerSettings,
+    "weights": WeightsServiceSettings,
+}
+"""What each service reads of the settings, with the rules that it sets between its sections."""
+
+
+class Settings(BaseSettings):
+    """One run, whole."""
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        env_prefix="STREAMRL_",
+        env_nested_delimiter="__",
+        protected_namespaces=(),
+    )
+
+    run: RunSection = RunSection()
+    pipeline: PipelineSection = PipelineSection()
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    reward: RewardSection = RewardSection()
+    generator: GeneratorSection = GeneratorSection()
+    trainer: TrainerSection = TrainerSection()
+    scheduler: SchedulerSection = SchedulerSection()
+    weights: WeightsSection = WeightsSection()
+    eval: EvalSection = EvalSection()
+    kafka: KafkaSection = KafkaSection()
+    rpc: RpcSection = RpcSection()
+    mlflow: MlflowSection = MlflowSection()
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> "Settings":
+        generator, scheduler = self.generator, self.scheduler
+        problems = []
+        if generator.num_instances > scheduler.max_instances:
+            problems.append(
+                f"generator.num_instances is {generator.num_instances}, more than scheduler.max_instances "
+                f"({scheduler.max_instances}) has room for: raise that, or start fewer generators"
+            )
+        if generator.num_instances > 1 and not self.rpc.generator_address.endswith(":0"):
+            problems.append(
+                f"rpc.generator_address is {self.rpc.generator_address}, but {generator.num_instances} generators cannot "
+                "listen on one port: leave its port at 0"
+            )
+        if self.kafka.replication_factor > 1 and not self.kafka.bootstrap_servers:
+            problems.append(
+                f"kafka.replication_factor is {self.kafka.replication_factor}, but the embedded broker is a single one: "
+                "leave it at 1, or set kafka.bootstrap_servers"
+            )
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only what is passed in: resolve.py reads the sources one by one, to say where a wrong key stands."""
+        del settings_cls, env_settings, dotenv_settings, file_secret_settings
+        return (init_settings,)

@@ -1,0 +1,43 @@
+"""Resolved settings for people: as TOML, without secrets."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from streamrl.command.settings import Settings
+
+_SECRET = re.compile(r"password|secret|token|key\.pem|private\.key|jaas", re.IGNORECASE)
+_HIDDEN = "(hidden)"
+
+
+def public_settings(settings: Settings) -> dict[str, Any]:
+    """The settings as plain values; in `kafka.client`, values that are secrets by their name are hidden."""
+    values = settings.model_dump(mode="json")
+    client = values["kafka"]["client"]
+    values["kafka"]["client"] = {name: _HIDDEN if _SECRET.search(name) else value for name, value in client.items()}
+    return values
+
+
+def toml_text(values: Mapping[str, Any]) -> str:
+    """Sections of values as a TOML document."""
+    sections = []
+    for name, section in values.items():
+        lines = [f"[{name}]", *(f"{key} = {_value(value)}" for key, value in section.items() if value is not None)]
+        sections.append("\n".join(lines))
+    return "\n\n".join(sections)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_key(name)} = {_value(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(_value(item) for item in value) + "]"
+    if isinstance(value, float):
+        return repr(value)
+    # JSON's strings, integers and booleans are TOML's too.
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)

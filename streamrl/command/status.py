@@ -1,0 +1,118 @@
+"""`streamrl status`: what a run does now, or how it ended, from its folder and its services."""
+
+import asyncio
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+from rich.console import Console
+
+from streamrl.command.display import LiveDisplay, run_table, show_summary
+from streamrl.command.figures import duration
+from streamrl.command.observer import Observation, Observer
+from streamrl.command.report import EXIT_COMPLETED, now_text, write_error, write_json
+from streamrl.command.runs import named_run
+from streamrl.run_folder import RunFolder, RunRecord, ServiceRecord
+from streamrl.settings import ServiceSettings, load
+
+_WATCH_EVERY_S = 1.0
+
+
+def status(arguments: Namespace) -> int:
+    """Runs the command. Raises ValueError when there is no such run."""
+    folder = named_run(arguments.run)
+    settings = load(ServiceSettings, folder.settings)
+    return asyncio.run(_status(folder, settings, watch=arguments.watch, as_json=arguments.json))
+
+
+async def _status(folder: RunFolder, settings: ServiceSettings, *, watch: bool, as_json: bool) -> int:
+    rpc = settings.rpc
+    async with Observer(settings.run.id, rpc.trainer_address, rpc.scheduler_address) as observer:
+
+        async def observe() -> tuple[RunRecord, Observation]:
+            record = folder.read_record()
+            return record, await observer.observe() if record.state == "running" else Observation(None, None)
+
+        record, observation = await observe()
+        if watch and record.state == "running":
+            record, observation = await _watch(observe, settings.generator.num_instances, observation)
+    if as_json:
+        write_json(status_report(record, observation, folder.read_summary()))
+    else:
+        _show(folder, record, observation, settings.generator.num_instances)
+    return EXIT_COMPLETED
+
+
+async def _watch(observe: Callable[[], Any], num_generators: int, observation: Observation) -> tuple[RunRecord, Observation]:
+    """Draws the run until it is over."""
+    display = LiveDisplay(Console(stderr=True, highlight=False), num_generators)
+    try:
+        while True:
+            display.update(observation)
+            await asyncio.sleep(_WATCH_EVERY_S)
+            record, observation = await observe()
+            if record.state != "running":
+                return record, observation
+    finally:
+        display.close()
+
+
+def status_report(record: RunRecord, observation: Observation, summary: dict[str, Any] | None) -> dict[str, Any]:
+    """The line of `status --json`: what is not known is null. A run that is over has no services."""
+    trainer, fleet = observation.trainer, observation.fleet
+    iteration = trainer.iteration if trainer is not None else (summary or {}).get("iterations")
+    instances = {instance.instance: instance for instance in fleet.instances} if fleet is not None else {}
+    services = []
+    for service in record.services if record.state == "running" else ():
+        entry: dict[str, Any] = {
+            "service": service.service,
+            "instance": service.instance,
+            "pid": service.process.pid,
+            "address": service.address or None,
+            "weight_version": None,
+            "running": None,
+            "waiting": None,
+        }
+        if service.service == "trainer" and trainer is not None:
+            entry |= {"weight_version": trainer.weight_version, "waiting": trainer.waiting_rollouts}
+        elif (instance := instances.get(service.instance)) is not None:
+            beat = instance.heartbeat
+            entry |= {
+                "address": instance.address,
+                "weight_version": beat.weight_version,
+                "running": beat.running,
+                "waiting": beat.waiting,
+            }
+        services.append(entry)
+    report: dict[str, Any] = {"run_id": record.run_id, "state": record.state, "iteration": iteration, "services": services}
+    return report | ({"error": record.error} if record.error is not None else {})
+
+
+def _show(folder: RunFolder, record: RunRecord, observation: Observation, num_generators: int) -> None:
+    console = Console(highlight=False)
+    started_s = datetime.fromisoformat(record.started_at).timestamp()
+    if record.state == "running":
+        console.print(f"run {record.run_id}: running (pid {record.process.pid})")
+        console.print(run_table(observation, num_generators, time.time() - started_s))
+        for service in record.services:
+            console.print(_service_line(service))
+        return
+    finished_s = datetime.fromisoformat(record.finished_at or now_text()).timestamp()
+    if record.state == "dead":
+        console.print(f"run {record.run_id}: dead: its process (pid {record.process.pid}) ended without a word")
+    else:
+        console.print(f"run {record.run_id}: {record.state} after {duration(finished_s - started_s)}")
+    if record.error is not None:
+        console.print(f"error: {record.error['message']}", markup=False)
+    summary = folder.read_summary()
+    if summary is not None:
+        show_summary(summary)
+    write_error(f"logs are in {folder.logs}")
+
+
+def _service_line(service: ServiceRecord) -> str:
+    restarts = f", started again {service.restarts} times" if service.restarts else ""
+    place = f" at {service.address}" if service.address else ""
+    return f"{service.instance}: pid {service.process.pid}{place}{restarts}"

@@ -1,0 +1,185 @@
+"""The folder of a run: what lies where in `runs/<id>/`, who runs it, and how `runs/latest` finds it.
+
+    settings.json           resolved settings, every address final (readable by its owner only: it may hold passwords)
+    run.json                who runs it: process ids, addresses, how it ended
+    logs/NAME.log           output of each process
+    services/NAME.error.json   why a service ended
+    weights/ checkpoints/ model/ summary.json   written by the services
+
+Contents of the services' own folders are described where they are written.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from streamrl.lifetime import ProcessIdentity
+
+LATEST = "latest"
+"""Link, beside the runs' folders, to the newest."""
+
+RunStatus = Literal["running", "completed", "stopped", "failed"]
+RunState = Literal["running", "completed", "stopped", "failed", "dead"]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class ServiceRecord(_Record):
+    """One process of a run."""
+
+    service: str
+    """trainer, generator, scheduler, weights or broker."""
+    instance: str
+    process: ProcessIdentity
+    address: str
+    """host:port where it listens; empty: not known, it takes a free port when it starts."""
+    restarts: int = 0
+    """How often it was started again."""
+
+
+class RunRecord(_Record):
+    """What run.json says. It is replaced whole whenever a process starts or ends."""
+
+    run_id: str
+    config: str
+    """The settings file that the run was started with."""
+    process: ProcessIdentity
+    """The command that runs it."""
+    started_at: str
+    """ISO 8601, UTC."""
+    status: RunStatus = "running"
+    finished_at: str | None = None
+    error: dict[str, str] | None = None
+    """kind and message, when it failed."""
+    services: tuple[ServiceRecord, ...] = ()
+
+    @property
+    def state(self) -> RunState:
+        """The status, or dead: it says that it is running, but its process is gone."""
+        return "dead" if self.status == "running" and not self.process.is_alive() else self.status
+
+    def ended(self, status: RunStatus, finished_at: str, error: dict[str, str] | None) -> "RunRecord":
+        """The record of the run when nothing of it runs any more."""
+        return self.model_copy(
+            update={"status": status, "finished_at": finished_at, "error": error, "services": ()}
+        )
+
+
+class RunFolder:
+    """Paths and files of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.settings = path / "settings.json"
+        self.record = path / "run.json"
+        self.summary = path / "summary.json"
+        self.logs = path / "logs"
+
+    def log(self, name: str) -> Path:
+        """Where the output of a process goes."""
+        return self.logs / f"{name}.log"
+
+    def error_file(self, instance: str) -> Path:
+        """Where a service says why it ended."""
+        return self.path / "services" / f"{instance}.error.json"
+
+    def create(self, record: RunRecord, settings: str) -> None:
+        """Makes the folder, with the resolved settings (JSON), and points `latest` at it.
+
+        Raises:
+            ValueError: it holds a run already.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            # The one step that two commands cannot both take.
+            with self.record.open("x") as file:
+                file.write(record.model_dump_json(indent=2))
+        except FileExistsError:
+            raise ValueError(
+                f"run {self.path.name} exists already in {self.path}: choose another run.id, or remove that folder"
+            ) from None
+        self.logs.mkdir(exist_ok=True)
+        write_private(self.settings, settings)
+        _point_latest_at(self.path)
+
+    def write_record(self, record: RunRecord) -> None:
+        """Replaces run.json: a reader sees the old one or the new one."""
+        _replace(self.record, record.model_dump_json(indent=2))
+
+    def read_record(self) -> RunRecord:
+        """What run.json says.
+
+        Raises:
+            ValueError: there is none, or it is damaged.
+        """
+        try:
+            return RunRecord.model_validate_json(self.record.read_text())
+        except FileNotFoundError:
+            raise ValueError(f"{self.path} holds no run: {self.record.name} is missing") from None
+        except ValidationError as error:
+            raise ValueError(f"{self.record} is damaged: {error}") from error
+
+    def read_summary(self) -> dict[str, Any] | None:
+        """The run's last line; None before it has one."""
+        try:
+            text = self.summary.read_text()
+        except FileNotFoundError:
+            return None
+        summary = json.loads(text)
+        if not isinstance(summary, dict):
+            raise ValueError(f"{self.summary} is damaged: expected an object")
+        return summary
+
+    def read_error(self, instance: str) -> dict[str, str] | None:
+        """kind and message that a service left when it failed; None when it left none."""
+        try:
+            error = json.loads(self.error_file(instance).read_text())
+        except (FileNotFoundError, json.JSONDecodeError):
+            # Not there, or cut off: its process was killed while it wrote.
+            return None
+        return {"kind": str(error["kind"]), "message": str(error["message"])}
+
+
+def find_run(run: str | None, runs: Path) -> RunFolder:
+    """The folder of a run.
+
+    Args:
+        run: an id in `runs`, or a folder; None: the newest in `runs`.
+
+    Raises:
+        ValueError: there is no such run.
+    """
+    candidates = [runs / LATEST] if run is None else [runs / run, Path(run)]
+    for candidate in candidates:
+        if (candidate / "run.json").is_file():
+            return RunFolder(candidate.resolve())
+    if run is None:
+        raise ValueError(f"no run in {runs.resolve()}: give a run's folder, or an id together with the folder of the runs")
+    known = sorted(folder.parent.name for folder in runs.glob("*/run.json") if folder.parent.name != LATEST)
+    hint = f"the newest are {', '.join(known[-5:])}" if known else "it holds none"
+    raise ValueError(f"no run {run!r} in {runs.resolve()} ({hint}), and no such folder")
+
+
+def write_private(path: Path, text: str) -> None:
+    """Writes a file that only its owner can read, whole or not at all."""
+    _replace(path, text, mode=0o600)
+
+
+def _replace(path: Path, text: str, mode: int = 0o644) -> None:
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as file:
+        file.write(text)
+    new.replace(path)
+
+
+def _point_latest_at(path: Path) -> None:
+    link = path.parent / LATEST
+    new = path.parent / f".{LATEST}.{os.getpid()}"
+    new.unlink(missing_ok=True)
+    new.symlink_to(path.name)
+    new.replace(link)
