@@ -35,8 +35,8 @@ class SchedulerSection(FleetView):
         if self.fleet_wait_s < self.lease_s:
             raise ValueError(
                 f"scheduler.fleet_wait_s is {self.fleet_wait_s:g}: expected at least scheduler.lease_s "
-                f"({self.lease_s:g}). A scheduler that was restarted must not dispatch while instances that it does not "
-                f"know yet may still generate what they got before"
+                f"({self.lease_s:g}). A scheduler that was restarted must not dispatch while instances that it does "
+                "not know yet may still generate what they got before"
             )
         return self
 

@@ -5,6 +5,7 @@ from, of versions, or of what happens to the plan later.
 """
 
 import heapq
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -98,15 +99,13 @@ def cut(pieces: Sequence[Piece], num_instances: int) -> list[Piece]:
         num_samples = len(piece.samples)
         num_parts = max(min(wanted, num_samples), 1)
         bounds = [part * num_samples // num_parts for part in range(num_parts + 1)]
-        parts += [
-            replace(piece, samples=piece.samples[start:end]) for start, end in zip(bounds, bounds[1:], strict=False)
-        ]
+        parts += [replace(piece, samples=piece.samples[start:end]) for start, end in itertools.pairwise(bounds)]
     return parts
 
 
 def _longest_first(pieces: Sequence[Piece], instances: Sequence[InstanceLoad], _seed: int) -> list[list[Piece]]:
-    """Longest processing time first (Graham's list scheduling): each piece, the longest first, goes to the instance that
-    would be done with it earliest."""
+    """Longest processing time first (Graham's list scheduling): each piece, the longest first, goes to the instance
+    that would be done with it earliest."""
     dealt: list[list[Piece]] = [[] for _ in instances]
     # Among instances of one size the least loaded is done first: one heap a size makes this fast for large fleets.
     heaps: dict[int, list[tuple[int, int]]] = {}

@@ -1,0 +1,352 @@
+"""Everything the scheduler knows and decides. No Kafka, gRPC or clock: events go in with the time, and `advance` says
+what to write.
+
+The samples are in scheduler_svc/samples.py, the instances in scheduler_svc/registry.py; here is what brings them
+together: who may call, when dispatch may begin, who loses what, and the plan.
+"""
+
+import logging
+from dataclasses import dataclass
+
+from scheduler_svc.admission import priority, version_for
+from scheduler_svc.batches import Batch, Sample
+from scheduler_svc.registry import Life, Registry
+from scheduler_svc.samples import SampleBook
+from scheduler_svc.settings import SchedulerSettings
+from streamrl.errors import RecordError, RefusedError, StaleAttemptError
+from streamrl.identity import BatchKey, SampleKey, sample_seed
+from streamrl.planning.dispatch import InstanceLoad, Piece, named_policy, plan
+from streamrl.v1.records_pb2 import Assignment, PromptRecord, SampleDraw
+from streamrl.v1.scheduler_pb2 import (
+    FLEET_PHASE_GENERATE,
+    AbandonedSample,
+    DrainRequest,
+    FleetPhase,
+    HeartbeatRequest,
+    HeartbeatResponse,
+    RegisterRequest,
+    RegisterResponse,
+    ReportBatchRequest,
+    ReportBatchResponse,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """An assignment and the partition to write it to."""
+
+    partition: int
+    assignment: Assignment
+
+
+class Ledger:
+    """The state of one life of the scheduler."""
+
+    def __init__(self, settings: SchedulerSettings, incarnation: int) -> None:
+        """
+        Args:
+            incarnation: of this life of the scheduler, above those of earlier lives (Unix time in ms). Incarnations of
+                instances count on from it.
+        """
+        self.settings = settings
+        self.incarnation = incarnation
+        self.samples = SampleBook(
+            max_dispatches=settings.scheduler.max_dispatches, max_staleness=settings.pipeline.max_staleness
+        )
+        self.registry = Registry(
+            max_instances=settings.scheduler.max_instances,
+            lease_s=settings.scheduler.lease_s,
+            first_incarnation=incarnation,
+        )
+        self.newest_weight_version: int | None = None
+        self.phase: FleetPhase.ValueType = FLEET_PHASE_GENERATE
+        self.reported = False
+        """Whether the trainer has said all that it knows. Before, a sample that is accepted already may look open."""
+        self.fleet_open = False
+        """Whether enough instances have come, or long enough been waited for."""
+        self.run_ended = False
+        """Whether no further prompts will come."""
+        self.refused = 0
+        """Records and calls of earlier lives of the run."""
+        self._orders_by_length = named_policy(settings.scheduler.dispatch).longest_first
+        self._tokenizer_digest = ""
+
+    # Records of topic `prompts`, and announcements of weights_svc.
+
+    def take_record(self, record: PromptRecord) -> None:
+        """
+        Raises:
+            RecordError: it makes no sense.
+            StaleAttemptError: a later life of the run has begun, so this process must end.
+        """
+        attempt = self.settings.run.attempt
+        if record.attempt > attempt:
+            raise StaleAttemptError(
+                f"attempt {record.attempt} of the run writes prompts, and this scheduler is of attempt {attempt}: "
+                "the run was resumed elsewhere"
+            )
+        if record.attempt < attempt:
+            self.refused += 1
+            return
+        match record.WhichOneof("kind"):
+            case "prompt":
+                self.samples.take_prompt(record.prompt)
+            case "batch_end":
+                self.samples.take_batch_end(record.batch_end)
+            case "run_end":
+                self.run_ended = True
+            case _:
+                raise RecordError("it is neither a prompt nor an end")
+
+    def announce(self, weight_version: int, attempt: int) -> None:
+        """The newest version there is: lower than before when a resumed run forgets those above its checkpoint.
+
+        Raises:
+            StaleAttemptError: a later life of the run has begun, so this process must end.
+        """
+        if attempt > self.settings.run.attempt:
+            raise StaleAttemptError(
+                f"version {weight_version} is of attempt {attempt}, and this scheduler is of attempt "
+                f"{self.settings.run.attempt}: the run was resumed elsewhere"
+            )
+        if weight_version != self.newest_weight_version:
+            self.newest_weight_version = weight_version
+            self._tell_all()
+
+    # Calls.
+
+    def check_caller(self, run_id: str, attempt: int) -> None:
+        """
+        Raises:
+            RefusedError: a call of another run.
+            StaleAttemptError: a call of another life of the run.
+        """
+        run = self.settings.run
+        if run_id != run.id:
+            raise RefusedError(f"a call for run {run_id!r} reached the scheduler of run {run.id!r}")
+        if attempt < run.attempt:
+            self.refused += 1
+            raise StaleAttemptError(f"a call of attempt {attempt}, and the run is in attempt {run.attempt}")
+        if attempt > run.attempt:
+            raise StaleAttemptError(f"a call of attempt {attempt} reached a scheduler of attempt {run.attempt}")
+
+    def register(self, request: RegisterRequest, now: float) -> RegisterResponse:
+        """Begins a life of an instance; an earlier one is superseded, and has lost what it had.
+
+        Raises:
+            ValueError, RefusedError: as Registry.register and check_caller, or its tokenizer is not the trainer's.
+        """
+        self.check_caller(request.run_id, request.attempt)
+        if self._tokenizer_digest and request.tokenizer_digest != self._tokenizer_digest:
+            raise RefusedError(
+                f"{request.instance} has a tokenizer of digest {request.tokenizer_digest or 'none'}, the trainer one "
+                f"of {self._tokenizer_digest}: the same token ids are different texts. Start it from version 0 of "
+                "this run"
+            )
+        life, superseded = self.registry.register(request, now)
+        if superseded is not None:
+            self._end(superseded, "began anew")
+        return RegisterResponse(
+            incarnation=life.incarnation,
+            partition=life.partition,
+            lease_s=self.settings.scheduler.lease_s,
+            heartbeat_interval_s=self.settings.scheduler.heartbeat_interval_s,
+        )
+
+    def heartbeat(self, request: HeartbeatRequest, now: float) -> None:
+        """Notes an instance's state, and what it gives back. One of an unknown incarnation changes nothing: `answer`
+        tells it.
+
+        Raises:
+            RefusedError: as check_caller.
+        """
+        self.check_caller(request.run_id, request.attempt)
+        life = self.registry.find(request.instance, request.incarnation)
+        if life is None:
+            return
+        for sample_id in request.revoked:
+            key = SampleKey.from_proto(sample_id)
+            life.revokes.pop(key, None)
+            if (sample := life.samples.get(key)) is not None:
+                self.samples.release(sample, f"given back by {life.name}", unstarted=True)
+        for sample_id in request.not_revoked:
+            life.revokes.pop(SampleKey.from_proto(sample_id), None)
+        life.hear(request, now)
+
+    def answer(self, instance: str, incarnation: int) -> HeartbeatResponse:
+        """What an instance is to know now."""
+        response = HeartbeatResponse(
+            lease_s=self.settings.scheduler.lease_s,
+            newest_weight_version=self.newest_weight_version,
+            phase=self.phase,
+        )
+        life = self.registry.find(instance, incarnation)
+        if life is not None:
+            response.lease_granted = True
+            response.revoke.extend(key.to_proto() for key in life.revokes)
+        return response
+
+    def drain(self, request: DrainRequest, now: float) -> None:
+        """An instance leaves, or has left.
+
+        Raises:
+            RefusedError: as check_caller.
+        """
+        self.check_caller(request.run_id, request.attempt)
+        life = self.registry.find(request.instance, request.incarnation)
+        if life is None:
+            return
+        if not life.draining:
+            life.draining = True
+            logger.info("%s drains: %s", life, request.reason or "no reason given")
+        if request.stopped and life.stopped_at is None:
+            life.stopped_at = now
+            logger.info("%s has stopped with %d samples outstanding", life, len(life.samples))
+
+    def report(self, request: ReportBatchRequest) -> ReportBatchResponse:
+        """Takes from the trainer what became of samples.
+
+        Raises:
+            RefusedError: as check_caller.
+            ValueError: an outcome is unknown.
+        """
+        self.check_caller(request.run_id, request.attempt)
+        if request.tokenizer_digest:
+            self._take_tokenizer_digest(request.tokenizer_digest)
+        for outcome in request.outcomes:
+            self.samples.take_outcome(outcome)
+        for closed in request.closed:
+            self.samples.close(BatchKey(closed.purpose, closed.batch))
+        if request.complete and not self.reported:
+            self.reported = True
+            logger.info("the trainer has reported: %d batches are closed", len(self.samples.closed))
+        return ReportBatchResponse(
+            scheduler_incarnation=self.incarnation,
+            abandoned=[
+                AbandonedSample(id=key.to_proto(), reason=reason)
+                for batch in self.samples.batches.values()
+                for key, reason in batch.abandoned.items()
+            ],
+            redispatched=self.samples.redispatched,
+        )
+
+    def set_phase(self, phase: FleetPhase.ValueType) -> None:
+        """Asks all instances to give up the machine or take it back."""
+        if phase != self.phase:
+            self.phase = phase
+            self._tell_all()
+
+    def phase_reached(self, phase: FleetPhase.ValueType) -> bool:
+        """Whether all instances of which something may run have confirmed a phase."""
+        return all(life.heartbeat.phase == phase for life in self.registry.lives() if life.runs())
+
+    def take_news(self) -> list[Life]:
+        """Instances that `answer` has something new for since the last call."""
+        news = [life for life in self.registry.lives() if life.has_news]
+        for life in news:
+            life.has_news = False
+        return news
+
+    def _tell_all(self) -> None:
+        for life in self.registry.lives():
+            life.has_news = True
+
+    def _take_tokenizer_digest(self, digest: str) -> None:
+        if digest == self._tokenizer_digest:
+            return
+        self._tokenizer_digest = digest
+        for life in self.registry.lives():
+            if not life.ended and life.request.tokenizer_digest != digest:
+                self._end(life, "has another tokenizer than the trainer")
+
+    def _end(self, life: Life, why: str) -> None:
+        """Nothing is expected of it any more: what it had goes to others."""
+        logger.info("%s %s: %d samples outstanding", life, why, len(life.samples))
+        for sample in list(life.samples.values()):
+            self.samples.release(sample, f"{life.name} {why}")
+        life.end()
+
+    def undeliverable(self, assignment: Assignment, reason: str) -> None:
+        """Gives up the samples of an assignment that no record can carry."""
+        for draw in assignment.draws:
+            key = SampleKey(assignment.purpose, assignment.batch, assignment.group, draw.sample)
+            self.samples.give_up(key, reason)
+
+    # Decisions.
+
+    def advance(self, now: float) -> list[Outgoing]:
+        """Ends lives whose time is over, admits what may start and plans what waits.
+
+        Returns:
+            What to write, in this order.
+        """
+        for life in self.registry.expired(now):
+            self._end(life, "was given up" if life.stopped_at is None else "stopped")
+        lives = [life for life in self.registry.lives() if life.takes_work(now)]
+        self._open_fleet(len(lives), now)
+        if not (self.fleet_open and self.reported and lives):
+            return []
+        self.samples.admit(self.newest_weight_version)
+        return [
+            outgoing for batch, groups in self.samples.take_ready() for outgoing in self._dispatch(batch, groups, lives)
+        ]
+
+    def next_deadline(self) -> float | None:
+        """When `advance` is due though nothing happens; None: never."""
+        deadlines = [self.registry.next_expiry(), None if self.fleet_open else self._fleet_deadline()]
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    def _fleet_deadline(self) -> float | None:
+        first = self.registry.first_registered_at
+        return None if first is None else first + self.settings.scheduler.fleet_wait_s
+
+    def _open_fleet(self, num_live: int, now: float) -> None:
+        wanted, deadline = self.settings.generator.num_instances, self._fleet_deadline()
+        if not self.fleet_open and (num_live >= wanted or (deadline is not None and now >= deadline)):
+            self.fleet_open = True
+            logger.info("%d of %d instances are live: dispatch may begin", num_live, wanted)
+
+    def _dispatch(self, batch: Batch, groups: dict[int, list[Sample]], lives: list[Life]) -> list[Outgoing]:
+        """Plans what waits of one batch over the instances that take work."""
+        pieces = []
+        for index, samples in groups.items():
+            prompt = batch.groups[index].prompt
+            expected = self.samples.history.expected_tokens(prompt.prompt_id, prompt.sampling.max_tokens)
+            pieces.append(Piece(index, tuple(sample.key.sample for sample in samples), expected))
+        shares = plan(
+            self.settings.scheduler.dispatch,
+            pieces,
+            [InstanceLoad(life.name, life.request.max_running, life.outstanding_tokens) for life in lives],
+            seed=sample_seed(self.settings.run.seed, SampleKey(*batch.key, 0, 0)),
+        )
+        return [
+            Outgoing(life.partition, self._assign(batch, piece, life))
+            for life in lives
+            for piece in shares.get(life.name, ())
+        ]
+
+    def _assign(self, batch: Batch, piece: Piece, life: Life) -> Assignment:
+        group, max_staleness = batch.groups[piece.group], self.settings.pipeline.max_staleness
+        weight_version = version_for(batch.key, max_staleness)
+        draws = []
+        for index in piece.samples:
+            sample = group.samples[index]
+            self.samples.assign(sample, life, piece.expected_tokens)
+            seed = sample_seed(self.settings.run.seed, sample.key)
+            draws.append(SampleDraw(sample=index, seed=seed, dispatch=sample.dispatch))
+        return Assignment(
+            attempt=self.settings.run.attempt,
+            incarnation=life.incarnation,
+            purpose=group.prompt.purpose,
+            batch=batch.key.batch,
+            group=piece.group,
+            prompt_id=group.prompt.prompt_id,
+            token_ids=group.prompt.token_ids,
+            sampling=group.prompt.sampling,
+            draws=draws,
+            min_weight_version=weight_version,
+            exact_weight_version=weight_version if batch.key.is_evaluation else None,
+            priority=priority(batch.key, max_staleness, piece.expected_tokens if self._orders_by_length else 0),
+        )

@@ -1,0 +1,227 @@
+"""Where every sample of every open batch stands, and whose it is. Pure state.
+
+What holds whatever happens:
+* A sample has one owner at most, and leaves it only by `_take_from_owner`.
+* It ends accepted, dropped, or abandoned after `max_dispatches`, and stays wanted until then.
+* Whatever is said twice changes nothing.
+
+When a sample may leave a silent instance is decided in scheduler_svc/registry.py, where it goes next in
+scheduler_svc/ledger.py.
+"""
+
+import heapq
+import logging
+
+from scheduler_svc.admission import batch_order
+from scheduler_svc.batches import Batch, Group, Sample, SampleState, batch_key, check_prompt
+from scheduler_svc.history import LengthHistory
+from scheduler_svc.registry import Life
+from streamrl.errors import RecordError
+from streamrl.identity import PURPOSE_TRAIN, BatchKey, SampleKey
+from streamrl.v1.records_pb2 import BatchEnd, Prompt
+from streamrl.v1.scheduler_pb2 import OUTCOME_ACCEPTED, OUTCOME_DROPPED, OUTCOME_REJECTED, SampleOutcome
+
+logger = logging.getLogger(__name__)
+
+
+class SampleBook:
+    """The open batches and their samples."""
+
+    def __init__(self, *, max_dispatches: int, max_staleness: int) -> None:
+        self._max_dispatches = max_dispatches
+        self._max_staleness = max_staleness
+        self.batches: dict[BatchKey, Batch] = {}
+        """Those that are not closed."""
+        self.closed: set[BatchKey] = set()
+        self.history = LengthHistory()
+        self.redispatched = 0
+        """Train samples given to an instance a second or later time."""
+        self._early: dict[BatchKey, dict[SampleKey, SampleOutcome]] = {}
+        """Outcomes of samples whose prompts have not been read yet."""
+        self._to_admit: list[tuple[tuple[int, bool, int], BatchKey]] = []
+        """A heap of batches that are whole, by the order in which they start."""
+        self._ready: dict[BatchKey, dict[int, list[Sample]]] = {}
+        """Admitted samples that wait for an instance, by group."""
+
+    # Prompts.
+
+    def take_prompt(self, prompt: Prompt) -> None:
+        """
+        Raises:
+            RecordError: it makes no sense, or contradicts an earlier one.
+        """
+        key = batch_key(prompt)
+        check_prompt(prompt)
+        if key in self.closed:
+            return
+        batch = self.batches.setdefault(key, Batch(key))
+        group = batch.add(prompt)
+        if group is None:
+            return
+        if early := self._early.get(key):
+            for sample in group.samples:
+                if outcome := early.pop(sample.key, None):
+                    self._resolve(batch, group, sample, outcome)
+        self._queue(batch)
+
+    def take_batch_end(self, end: BatchEnd) -> None:
+        """
+        Raises:
+            RecordError: it makes no sense.
+        """
+        key = batch_key(end)
+        if end.num_groups < 1:
+            raise RecordError(f"num_groups is {end.num_groups}: expected 1 or more")
+        if key not in self.closed:
+            batch = self.batches.setdefault(key, Batch(key))
+            batch.end(end)
+            self._queue(batch)
+
+    def _queue(self, batch: Batch) -> None:
+        if batch.whole and batch.unplanned:
+            heapq.heappush(self._to_admit, (batch_order(batch.key, self._max_staleness), batch.key))
+
+    # Outcomes.
+
+    def take_outcome(self, outcome: SampleOutcome) -> None:
+        """
+        Raises:
+            ValueError: the outcome is unknown.
+        """
+        if outcome.outcome not in (OUTCOME_ACCEPTED, OUTCOME_REJECTED, OUTCOME_DROPPED):
+            raise ValueError(f"outcome {outcome.outcome} is unknown")
+        key = SampleKey.from_proto(outcome.id)
+        if key.batch_key in self.closed:
+            return
+        batch = self.batches.get(key.batch_key)
+        sample = batch.sample(key) if batch is not None else None
+        if batch is not None and sample is not None:
+            self._resolve(batch, batch.groups[key.group], sample, outcome)
+        elif outcome.outcome != OUTCOME_REJECTED:
+            self._early.setdefault(key.batch_key, {})[key] = outcome
+
+    def _resolve(self, batch: Batch, group: Group, sample: Sample, outcome: SampleOutcome) -> None:
+        if sample.state is SampleState.ACCEPTED:
+            return
+        if outcome.outcome == OUTCOME_REJECTED:
+            if sample.owner is not None and _is_of_present_dispatch(outcome, sample, sample.owner):
+                self.release(sample, f"rejected: {outcome.reason or 'no reason given'}")
+            return
+        accepted = outcome.outcome == OUTCOME_ACCEPTED
+        if sample.owner is not None:
+            # An only owner made what was accepted. A later one may still be at work on what an earlier one has sent.
+            if sample.dispatch > 1 or not accepted:
+                sample.owner.revoke(sample.key)
+            self._take_from_owner(batch, sample)
+        batch.abandoned.pop(sample.key, None)
+        batch.move(sample, SampleState.ACCEPTED if accepted else SampleState.DROPPED)
+        if accepted and outcome.num_tokens > 0:
+            self.history.observe(group.prompt.prompt_id, batch.key.batch, outcome.num_tokens)
+
+    def close(self, key: BatchKey) -> None:
+        """Forgets a batch; what is still at work on it is told to stop."""
+        self.closed.add(key)
+        self._early.pop(key, None)
+        self._ready.pop(key, None)
+        batch = self.batches.pop(key, None)
+        if batch is None:
+            return
+        for group in batch.groups.values():
+            for sample in group.samples:
+                if sample.owner is not None:
+                    sample.owner.revoke(sample.key)
+                    self._take_from_owner(batch, sample)
+
+    # Ownership.
+
+    def assign(self, sample: Sample, life: Life, expected_tokens: int) -> None:
+        """Gives an unassigned sample to an instance."""
+        assert sample.state is SampleState.UNASSIGNED, f"sample {sample.key} is {sample.state.name}"
+        batch = self.batches[sample.key.batch_key]
+        sample.owner = life
+        sample.dispatch += 1
+        sample.attempts_used += 1
+        sample.expected_tokens = expected_tokens
+        life.samples[sample.key] = sample
+        life.outstanding_tokens += expected_tokens
+        batch.outstanding_at[life.name] += 1
+        batch.move(sample, SampleState.ASSIGNED)
+        if sample.dispatch > 1 and batch.key.purpose == PURPOSE_TRAIN:
+            self.redispatched += 1
+
+    def release(self, sample: Sample, reason: str, *, unstarted: bool = False) -> None:
+        """Takes a sample from its owner, to be dispatched again or given up.
+
+        Args:
+            reason: ends the sentence "dispatched 3 times, the last time ...".
+            unstarted: the owner had not begun with it, so that it is not the sample's fault.
+        """
+        batch = self.batches[sample.key.batch_key]
+        self._take_from_owner(batch, sample)
+        if unstarted:
+            sample.attempts_used -= 1
+        if sample.attempts_used >= self._max_dispatches:
+            self._abandon(batch, sample, f"dispatched {sample.dispatch} times, the last time {reason}")
+        else:
+            batch.move(sample, SampleState.UNASSIGNED)
+            self._ready.setdefault(batch.key, {}).setdefault(sample.key.group, []).append(sample)
+
+    def give_up(self, key: SampleKey, reason: str) -> None:
+        """Abandons an assigned sample, whatever number of dispatches it had."""
+        batch = self.batches.get(key.batch_key)
+        sample = batch.sample(key) if batch is not None else None
+        if batch is not None and sample is not None and sample.owner is not None:
+            self._take_from_owner(batch, sample)
+            self._abandon(batch, sample, reason)
+
+    def _take_from_owner(self, batch: Batch, sample: Sample) -> None:
+        life = sample.owner
+        assert life is not None
+        del life.samples[sample.key]
+        life.outstanding_tokens -= sample.expected_tokens
+        batch.outstanding_at[life.name] -= 1
+        sample.owner = None
+
+    def _abandon(self, batch: Batch, sample: Sample, reason: str) -> None:
+        logger.warning("sample %s is given up: %s", sample.key, reason)
+        batch.move(sample, SampleState.ABANDONED)
+        batch.abandoned[sample.key] = reason
+
+    # What waits.
+
+    def admit(self, newest_weight_version: int | None) -> None:
+        """Makes ready what may start with a version."""
+        while self._to_admit and newest_weight_version is not None:
+            (required, _, _), key = self._to_admit[0]
+            if required > newest_weight_version:
+                return
+            heapq.heappop(self._to_admit)
+            batch = self.batches.get(key)
+            if batch is None or not batch.whole or not batch.unplanned:
+                continue
+            ready = self._ready.setdefault(key, {})
+            for index in batch.unplanned:
+                ready.setdefault(index, []).extend(batch.groups[index].samples)
+            logger.info("%s is admitted: %d groups, version %d", key, len(batch.unplanned), newest_weight_version)
+            batch.unplanned.clear()
+            batch.admitted = True
+
+    def take_ready(self) -> list[tuple[Batch, dict[int, list[Sample]]]]:
+        """The samples that wait for an instance, by batch in the order in which they start, and by group. The caller
+        assigns them all."""
+        ready, self._ready = self._ready, {}
+        taken = []
+        for key in sorted(ready, key=lambda key: batch_order(key, self._max_staleness)):
+            groups = {}
+            for index, samples in ready[key].items():
+                # Outcomes may have come while they waited.
+                if waiting := [sample for sample in samples if sample.state is SampleState.UNASSIGNED]:
+                    groups[index] = sorted(waiting, key=lambda sample: sample.key)
+            if groups:
+                taken.append((self.batches[key], groups))
+        return taken
+
+
+def _is_of_present_dispatch(outcome: SampleOutcome, sample: Sample, owner: Life) -> bool:
+    """A rejection that comes twice, or of a copy from an earlier owner, says nothing about the present one's."""
+    return outcome.incarnation in (0, owner.incarnation) and outcome.dispatch in (0, sample.dispatch)
