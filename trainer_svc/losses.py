@@ -1,0 +1,195 @@
+"""Token log-probs and policy losses: pure functions over tensors, one table for each choice that settings make by name.
+
+Everything here is a sum that nobody has divided yet. Sums of micro-batches add up to the sum of the batch however it
+was cut; the division by the batch's count happens once an optimizer step, in trainer_svc/policy.py. What a sample
+weighs in the sum and in the count is its `Aggregation`. How advantages come about is trainer_svc/advantages.py.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_CHUNK_ELEMENTS = 1 << 22
+"""Logits that are held in float32 at a time: 16 MiB."""
+
+_MAX_LOG_RATIO = 20.0
+"""Log-ratios are limited to this before exp: e^20 is far outside any clip range, and stays finite in float32."""
+
+SUM_NAMES = ("loss", "num_tokens", "clipped", "kl", "entropy", "abs_diff", "num_own_tokens", "own_abs_diff")
+"""Sums over trainable tokens that `policy_loss` returns beside the loss, in this order.
+
+`loss` is weighted by the aggregation, the others count each token once. `abs_diff` is |log-prob difference| between
+trainer and generator; the `own` ones are over tokens that the generator drew under the very version being trained,
+where any difference is numerical mismatch rather than staleness.
+"""
+
+MAX_NAMES = ("abs_diff_max", "own_abs_diff_max")
+"""Maxima over the same tokens; 0 without tokens."""
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Log-softmax at the target, in float32, a chunk of rows at a time.
+
+    Saves the logits (which live anyway) and one number a row instead of a float32 softmax of all rows; the backward
+    pass computes the softmax again, chunk by chunk, and writes the gradient in the logits' own dtype.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        num_rows, vocabulary_size = logits.shape
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        logprobs = torch.empty(num_rows, dtype=dtype, device=logits.device)
+        entropies = torch.empty_like(logprobs)
+        normalisers = torch.empty_like(logprobs)
+        for rows in _chunks(num_rows, vocabulary_size):
+            scaled = logits[rows].to(dtype) / temperature
+            normalisers[rows] = torch.logsumexp(scaled, dim=-1)
+            logprobs[rows] = scaled.gather(-1, targets[rows, None]).squeeze(-1) - normalisers[rows]
+            scaled -= normalisers[rows, None]
+            probabilities = scaled.exp()
+            # 0 * -inf: a token that cannot be drawn adds nothing.
+            entropies[rows] = -(probabilities * scaled).nan_to_num_(nan=0.0).sum(dim=-1)
+        ctx.save_for_backward(logits, targets, normalisers)
+        ctx.temperature = temperature
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        logits, targets, normalisers = ctx.saved_tensors
+        scale = gradients[0] / ctx.temperature
+        logits_gradient = torch.empty_like(logits)
+        for rows in _chunks(*logits.shape):
+            scaled = logits[rows].to(normalisers.dtype) / ctx.temperature
+            chunk = (scaled - normalisers[rows, None]).exp_().mul_(-scale[rows, None])
+            chunk.scatter_add_(-1, targets[rows, None], scale[rows, None])
+            logits_gradient[rows] = chunk.to(logits.dtype)
+        return logits_gradient, None, None
+
+
+def _chunks(num_rows: int, vocabulary_size: int) -> list[slice]:
+    size = max(1, _CHUNK_ELEMENTS // vocabulary_size)
+    return [slice(start, start + size) for start in range(0, num_rows, size)]
+
+
+def token_logprobs(logits: Tensor, targets: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs of given tokens, and entropies, of the distribution that is sampled: after temperature.
+
+    Args:
+        logits: (..., vocabulary), any float dtype.
+        targets: (...), token ids.
+        temperature: above 0.
+
+    Returns:
+        Log-probs (...), differentiable, and entropies (...), not differentiable, both in nats, float32 or the logits'
+        dtype if that is wider.
+    """
+    shape = targets.shape
+    logprobs, entropies = _TokenLogprobs.apply(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), temperature)  # type: ignore[no-untyped-call]
+    return logprobs.view(shape), entropies.view(shape)
+
+
+def grpo_token_loss(logprobs: Tensor, behaviour_logprobs: Tensor, advantages: Tensor, clip: float) -> Tensor:
+    """The clipped surrogate, -min(r A, clip(r, 1 - c, 1 + c) A), a token (PPO, Schulman et al. 2017, Eq 7).
+
+    The ratio r is against the distribution that drew the token, whatever version that was: it corrects for staleness
+    and for numerical mismatch at once, and the clip truncates it.
+
+    Args:
+        logprobs: (...), differentiable, of the current weights.
+        behaviour_logprobs: (...), as the generator sent them.
+        advantages: (...).
+        clip: c, above 0.
+
+    Returns:
+        (...), the loss of each token.
+    """
+    ratio = (logprobs - behaviour_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
+
+
+TokenLoss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+
+TOKEN_LOSSES: Mapping[str, TokenLoss] = {"grpo": grpo_token_loss}
+"""By `trainer.algorithm`."""
+
+
+def approximate_kl(logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
+    """KL(behaviour || current), a token, by the k3 estimator: r - 1 - ln r, never negative (Schulman 2020)."""
+    log_ratio = (logprobs - behaviour_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return log_ratio.exp() - 1 - log_ratio
+
+
+def policy_loss(
+    token_loss: TokenLoss,
+    logprobs: Tensor,
+    entropies: Tensor,
+    behaviour_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    own_version: Tensor,
+    *,
+    clip: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The un-normalised loss of a micro-batch and what is worth knowing of its tokens.
+
+    Args:
+        logprobs: (samples, tokens), differentiable.
+        entropies, behaviour_logprobs: (samples, tokens).
+        advantages: (samples,).
+        weights: (samples, tokens), 0 where a token is not trained (prompt, padding).
+        own_version: (samples, tokens), bool: drawn under the version being trained.
+
+    Returns:
+        The loss, a scalar sum with its graph; the sums (len(SUM_NAMES),) and the maxima (len(MAX_NAMES),), detached.
+    """
+    trained = weights > 0
+    # A padded position holds whatever the model says there: its difference must not reach exp, where 0 * inf is nan.
+    logprobs = torch.where(trained, logprobs, behaviour_logprobs)
+    losses = token_loss(logprobs, behaviour_logprobs, advantages[:, None], clip)
+    loss = (losses * weights).sum()
+    with torch.no_grad():
+        difference = logprobs - behaviour_logprobs
+        ratio = difference.exp()
+        sign = advantages[:, None].sign()
+        clipped = trained & (((ratio > 1 + clip) & (sign > 0)) | ((ratio < 1 - clip) & (sign < 0)))
+        own = trained & own_version
+        absolute = difference.abs()
+        own_absolute = absolute * own
+        sums = torch.stack(
+            [
+                loss.detach(),
+                trained.sum(),
+                clipped.sum(),
+                approximate_kl(logprobs, behaviour_logprobs).sum(),
+                (entropies * trained).sum(),
+                absolute.sum(),
+                own.sum(),
+                own_absolute.sum(),
+            ]
+        )
+        maxima = torch.stack([absolute.max(), own_absolute.max()])
+    return loss, sums, maxima
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    """How tokens become one loss: sum of weight * token loss over the batch, divided by the sum of counts.
+
+    Both are functions of a sample's number of trainable tokens.
+    """
+
+    token_weight: Callable[[int], float]
+    count: Callable[[int], float]
+
+
+AGGREGATIONS: Mapping[str, Aggregation] = {
+    # Every token of the batch weighs the same (DAPO, Yu et al. 2025, Eq 8).
+    "token_mean": Aggregation(token_weight=lambda _num_tokens: 1.0, count=float),
+    # Every sample weighs the same: the mean over samples of the mean over tokens (GRPO, Shao et al. 2024, Eq 3).
+    "sequence_mean": Aggregation(token_weight=lambda num_tokens: 1.0 / num_tokens, count=lambda _num_tokens: 1.0),
+}
+"""By `trainer.loss_aggregation`."""

@@ -1,0 +1,165 @@
+"""Cutting trainable samples into micro-batches by token budget, and micro-batches as tensors and bytes.
+
+Plans are pure functions over lengths. A row of a micro-batch is one prompt and one answer, padded on the right: under
+causal attention nothing that is trained can see padding there, so no attention mask is needed. (Rows that share one
+prompt between several answers would be another `collate` over the same plan and the same losses, which only see
+positions.)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self, TypeVar
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from trainer_svc.losses import Aggregation
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSample:
+    """One answer as the trainer learns from it."""
+
+    identity: tuple[int, int, int]
+    """Batch, group, sample."""
+    prompt_token_ids: Sequence[int]
+    answer_token_ids: Sequence[int]
+    behaviour_logprobs: Sequence[float]
+    """Of each answer token, of the distribution that was sampled, in nats."""
+    advantage: float
+    own_version: Sequence[bool]
+    """Of each answer token: drawn under the weight version that is being trained now."""
+
+    def __post_init__(self) -> None:
+        num_tokens = len(self.answer_token_ids)
+        if not self.prompt_token_ids or not num_tokens:
+            raise ValueError(f"sample {self.identity} needs a prompt and an answer of at least one token each")
+        if len(self.behaviour_logprobs) != num_tokens or len(self.own_version) != num_tokens:
+            raise ValueError(
+                f"sample {self.identity} has {num_tokens} answer tokens, {len(self.behaviour_logprobs)} log-probs and "
+                f"{len(self.own_version)} version marks; they must be as many"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of its row: prompt and answer."""
+        return len(self.prompt_token_ids) + len(self.answer_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What one forward and backward pass takes; `width` is its longest row.
+
+    Position t of the targets belongs to the prediction of token `first_target + t`, made at the token before it. Tokens
+    before `first_target` are prompt in every row: no logits are computed for them.
+    """
+
+    token_ids: Tensor
+    """(samples, width), int64."""
+    first_target: int
+    behaviour_logprobs: Tensor
+    """(samples, width - first_target), float32."""
+    advantages: Tensor
+    """(samples,), float32."""
+    weights: Tensor
+    """(samples, width - first_target), float32: the token's weight in the loss, 0 for prompt and padding."""
+    own_version: Tensor
+    """(samples, width - first_target), bool."""
+
+    def to(self, device: torch.device) -> Self:
+        """The same on another device; without a copy when it is there already."""
+        tensors = {name: tensor.to(device, non_blocking=True) for name, tensor in self.tensors().items()}
+        return type(self)(first_target=self.first_target, **tensors)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by field name."""
+        return {
+            "token_ids": self.token_ids,
+            "behaviour_logprobs": self.behaviour_logprobs,
+            "advantages": self.advantages,
+            "weights": self.weights,
+            "own_version": self.own_version,
+        }
+
+
+def cut(samples: Sequence[TrainSample], micro_batch_tokens: int) -> list[list[TrainSample]]:
+    """Cuts samples into micro-batches of at most `micro_batch_tokens`, padding counted.
+
+    Longest first (equal lengths by identity), so that neighbours are alike and little is padded, and the largest pass
+    comes first: memory that suffices for it suffices for all. No sample is split; one that is longer than the budget
+    gets a micro-batch of its own. The same samples are cut in the same way whatever order they come in.
+    """
+    if micro_batch_tokens < 1:
+        raise ValueError(f"micro_batch_tokens must be at least 1, got {micro_batch_tokens}")
+    micro_batches: list[list[TrainSample]] = []
+    for sample in sorted(samples, key=lambda sample: (-sample.num_tokens, sample.identity)):
+        if micro_batches and (len(micro_batches[-1]) + 1) * micro_batches[-1][0].num_tokens <= micro_batch_tokens:
+            micro_batches[-1].append(sample)
+        else:
+            micro_batches.append([sample])
+    return micro_batches
+
+
+def deal(micro_batches: Sequence[T], num_ranks: int, empty: T) -> list[list[T]]:
+    """Rounds of one micro-batch a rank, neighbours together, the last one filled with `empty`.
+
+    Every rank makes the same number of passes, and those of one round cost about the same.
+    """
+    padded = [*micro_batches, *[empty] * (-len(micro_batches) % num_ranks)]
+    return [padded[start : start + num_ranks] for start in range(0, len(padded), num_ranks)]
+
+
+def collate(samples: Sequence[TrainSample], aggregation: Aggregation) -> MicroBatch:
+    """The tensors of one micro-batch; its rows are the samples in their order. At least one sample."""
+    width = max(sample.num_tokens for sample in samples)
+    first_target = min(len(sample.prompt_token_ids) for sample in samples)
+    num_targets = width - first_target
+    token_ids = torch.zeros(len(samples), width, dtype=torch.int64)
+    behaviour_logprobs = torch.zeros(len(samples), num_targets)
+    weights = torch.zeros(len(samples), num_targets)
+    own_version = torch.zeros(len(samples), num_targets, dtype=torch.bool)
+    for row, sample in enumerate(samples):
+        token_ids[row, : sample.num_tokens] = torch.tensor([*sample.prompt_token_ids, *sample.answer_token_ids])
+        answer = slice(len(sample.prompt_token_ids) - first_target, sample.num_tokens - first_target)
+        behaviour_logprobs[row, answer] = torch.tensor(sample.behaviour_logprobs)
+        weights[row, answer] = aggregation.token_weight(len(sample.answer_token_ids))
+        own_version[row, answer] = torch.tensor(sample.own_version)
+    return MicroBatch(
+        token_ids=token_ids,
+        first_target=first_target,
+        behaviour_logprobs=behaviour_logprobs,
+        advantages=torch.tensor([sample.advantage for sample in samples]),
+        weights=weights,
+        own_version=own_version,
+    )
+
+
+def empty_micro_batch() -> MicroBatch:
+    """A pass that changes nothing, for a rank that has no samples left while others have: one token of weight 0."""
+    return MicroBatch(
+        token_ids=torch.zeros(1, 2, dtype=torch.int64),
+        first_target=1,
+        behaviour_logprobs=torch.zeros(1, 1),
+        advantages=torch.zeros(1),
+        weights=torch.zeros(1, 1),
+        own_version=torch.zeros(1, 1, dtype=torch.bool),
+    )
+
+
+def encode(micro_batch: MicroBatch) -> bytes:
+    """A micro-batch as safetensors, for another rank."""
+    return safetensors.torch.save({**micro_batch.tensors(), "first_target": torch.tensor(micro_batch.first_target)})
+
+
+def decode(data: bytes) -> MicroBatch:
+    """The inverse of `encode`."""
+    tensors = safetensors.torch.load(data)
+    return MicroBatch(first_target=int(tensors.pop("first_target")), **tensors)
+
+
+def loss_count(samples: Sequence[TrainSample], aggregation: Aggregation) -> float:
+    """What these samples add to the number that the summed gradients are divided by."""
+    return sum(aggregation.count(len(sample.answer_token_ids)) for sample in samples)

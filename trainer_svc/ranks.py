@@ -1,0 +1,251 @@
+"""The trainer's ranks: starting several on one host, joining those of an outside launcher, and bytes between them.
+
+Without a launcher, rank 0's process starts the others as copies of its own command and ends them; under torchrun (or
+anything else that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT) each process joins as the rank it was
+given. What travels between ranks is bytes and safetensors, never pickles. Gradients and weights travel by DeepSpeed.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from streamrl import lifetime
+from streamrl.errors import ServiceDiedError
+
+logger = logging.getLogger(__name__)
+
+_LOOPBACK = "127.0.0.1"
+_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""Longest that a rank waits for the others inside one collective; rank 0 speaks far more often than that."""
+_END_GRACE_S = 30.0
+"""Time that the other ranks have to end after rank 0 is done."""
+_REAP_S = 5.0
+"""A connection to a dead rank breaks a moment before the kernel reports its exit."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one process stands among the ranks."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    master_address: str
+    master_port: int
+    """0: any free one (only for a rank 0 that starts the others)."""
+    hosts_store: bool = True
+    """Whether rank 0 hosts the store at the master's address; torchrun's agent may do it instead."""
+    launch: str = ""
+    """Tells one launch from the next when a store outlives its ranks (torchrun restarts)."""
+
+
+def launched_place(environment: Mapping[str, str]) -> Place | None:
+    """The place an outside launcher, or rank 0, gave to this process; None when nothing did.
+
+    Raises:
+        ValueError: RANK is set but another variable that goes with it is missing or no number.
+    """
+    if "RANK" not in environment:
+        return None
+    try:
+        return Place(
+            rank=int(environment["RANK"]),
+            world_size=int(environment["WORLD_SIZE"]),
+            local_rank=int(environment["LOCAL_RANK"]),
+            master_address=environment["MASTER_ADDR"],
+            master_port=int(environment["MASTER_PORT"]),
+            hosts_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            launch=environment.get("TORCHELASTIC_RESTART_COUNT", ""),
+        )
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"RANK is set, so WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT must be too: {error}; "
+            "unset RANK to let the trainer start its ranks itself"
+        ) from error
+
+
+class Ranks:
+    """The ranks as one of them sees them. Every method but `check` is collective: all ranks call it, in one order."""
+
+    def __init__(self, rank: int, world_size: int, children: Sequence["subprocess.Popen[bytes]"] = ()) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._children = children
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        """Rank 0's data, on every rank; the others pass None.
+
+        Raises:
+            ServiceDiedError: a rank has ended.
+        """
+        if self.world_size == 1:
+            assert data is not None
+            return data
+        self.check()
+        with self._dead_rank_explained():
+            size = torch.tensor([len(data) if data is not None else 0])
+            dist.broadcast(size, src=0)
+            payload = torch.empty(int(size), dtype=torch.uint8)
+            if data:
+                payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            if len(payload):
+                dist.broadcast(payload, src=0)
+        return payload.numpy().tobytes()
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's data in their order, on every rank.
+
+        Raises:
+            ServiceDiedError: a rank has ended.
+        """
+        if self.world_size == 1:
+            return [data]
+        self.check()
+        with self._dead_rank_explained():
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+            dist.all_gather(sizes, torch.tensor([len(data)]))
+            longest = max(int(size) for size in sizes)
+            own = torch.zeros(max(longest, 1), dtype=torch.uint8)
+            if data:
+                own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            payloads = [torch.empty_like(own) for _ in sizes]
+            dist.all_gather(payloads, own)
+        return [payload[: int(size)].numpy().tobytes() for payload, size in zip(payloads, sizes, strict=True)]
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it.
+
+        Raises:
+            ServiceDiedError: a rank has ended.
+        """
+        self.gather_bytes(b"")
+
+    def check(self) -> None:
+        """Raises ServiceDiedError when a rank that this process started has ended. Not collective, costs nothing."""
+        for rank, child in enumerate(self._children, start=1):
+            if child.poll() is not None:
+                raise ServiceDiedError(f"trainer rank {rank} (pid {child.pid}) ended with exit code {child.returncode}")
+
+    @contextlib.contextmanager
+    def _dead_rank_explained(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            self._explain(error)
+            raise ServiceDiedError(f"the connection between trainer ranks broke: {error}") from error
+
+    def _explain(self, error: BaseException) -> None:
+        """Raises ServiceDiedError instead of what a broken collective says, when a rank has ended."""
+        deadline = time.monotonic() + _REAP_S
+        while self._children and time.monotonic() < deadline and all(child.poll() is None for child in self._children):
+            time.sleep(0.05)
+        try:
+            self.check()
+        except ServiceDiedError as death:
+            raise death from error
+
+
+@contextlib.contextmanager
+def join_ranks(num_ranks: int, command: Sequence[str], environment: Mapping[str, str]) -> Iterator[Ranks]:
+    """This process's place among the ranks, with torch.distributed ready, until the block ends.
+
+    Without RANK in the environment this process becomes rank 0 and starts ranks 1 to num_ranks - 1; when the block ends
+    without an error they have 30 s to end too, and with one they are killed. Whichever dies, the others follow: the
+    started ones by the kernel's parent-death signal, rank 0 at its next word to them. Call it from the main thread.
+
+    Args:
+        num_ranks: at least 1; with an outside launcher it must be the launcher's WORLD_SIZE.
+        command: what starts this same program, for the other ranks.
+        environment: os.environ of this process.
+
+    Raises:
+        ValueError: the launcher's world size is another.
+        ServiceDiedError: a rank ended while others still worked, or with an error.
+    """
+    place = launched_place(environment)
+    if place is None:
+        place = Place(rank=0, world_size=num_ranks, local_rank=0, master_address=_LOOPBACK, master_port=0)
+    else:
+        lifetime.die_with_parent()
+    if place.world_size != num_ranks:
+        raise ValueError(f"trainer.num_ranks is {num_ranks}, but the launcher started {place.world_size} ranks")
+    # Inherited, the master's port would be the outside launcher's, and here it is not known before the store is up.
+    starts_others = place.rank == 0 and "RANK" not in environment and num_ranks > 1
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        place.master_address,
+        place.master_port,
+        place.world_size,
+        is_master=place.rank == 0 and place.hosts_store,
+        wait_for_workers=False,
+        timeout=_COLLECTIVE_TIMEOUT,
+    )
+    children = _start_others(command, environment, num_ranks, store.port) if starts_others else []
+    ranks = Ranks(place.rank, place.world_size, children)
+    try:
+        _init_process_group(place, store)
+        yield ranks
+        _await_end(children)
+    except RuntimeError as error:
+        ranks._explain(error)
+        raise
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _start_others(
+    command: Sequence[str], environment: Mapping[str, str], num_ranks: int, port: int
+) -> list["subprocess.Popen[bytes]"]:
+    children = []
+    for rank in range(1, num_ranks):
+        place = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(num_ranks),
+            "MASTER_ADDR": _LOOPBACK,
+            "MASTER_PORT": str(port),
+        }
+        # Nothing to save, and a collective without rank 0 does not end: killed at once.
+        child = lifetime.spawn(command, env={**environment, **place}, with_signal=signal.SIGKILL)
+        logger.info("rank %d of %d: pid %d", rank, num_ranks, child.pid)
+        children.append(child)
+    return children
+
+
+def _init_process_group(place: Place, store: Store) -> None:
+    # DeepSpeed refuses to start without it, and reads it nowhere but here.
+    os.environ["LOCAL_RANK"] = str(place.local_rank)
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(place.local_rank)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backend,
+        store=PrefixStore(f"trainer{place.launch}", store),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=_COLLECTIVE_TIMEOUT,
+    )
+
+
+def _await_end(children: Sequence["subprocess.Popen[bytes]"]) -> None:
+    for rank, child in enumerate(children, start=1):
+        try:
+            code = child.wait(_END_GRACE_S)
+        except subprocess.TimeoutExpired:
+            raise ServiceDiedError(f"trainer rank {rank} did not end within {_END_GRACE_S:.0f} s of rank 0") from None
+        if code != 0:
+            raise ServiceDiedError(f"trainer rank {rank} ended with exit code {code}")
