@@ -1,0 +1,60 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from trainer_svc.run_log import RunLog
+
+mlflow = pytest.importorskip("mlflow")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_is_logged_whole_and_continued_under_the_same_id(tmp_path: Path) -> None:
+    from trainer_svc.mlflow_tracker import MlflowTracker
+
+    settings_file = tmp_path / "settings.json"
+    settings_file.write_text(
+        json.dumps({"run": {"id": "r"}, "kafka": {"client": {"sasl.password": "hush"}}, "note": "x" * 9000})
+    )
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+
+    def tracker(run_id: str = "") -> MlflowTracker:
+        return MlflowTracker(
+            tracking_uri=uri,
+            experiment="test",
+            run_name="r",
+            run_id=run_id,
+            settings_file=settings_file,
+            artifacts=tmp_path / "artifacts",
+        )
+
+    log = RunLog(tracker).start()
+    for step in (1, 2):
+        log.figures(step, {"reward/mean": step / 10, "loss/policy": float("nan")})
+        log.rows(step, [{"iteration": step, "answer": "48 49"}])
+    log.folder(tmp_path / "model", "model")
+    log.close("KILLED", timeout_s=60)
+    assert log.dropped == 0
+    run_id = log.tracker_run_id
+
+    again = RunLog(lambda: tracker(run_id)).start()
+    again.figures(3, {"reward/mean": 0.3})
+    again.close("FINISHED", timeout_s=60)
+    assert again.dropped == 0
+    assert again.tracker_run_id == run_id
+
+    client = mlflow.MlflowClient(uri)
+    run = client.get_run(run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.params["kafka.client.sasl.password"] == "(secret)"
+    assert run.data.params["note"].startswith("xxx")
+    assert [(one.step, one.value) for one in client.get_metric_history(run_id, "reward/mean")] == [
+        (1, 0.1),
+        (2, 0.2),
+        (3, 0.3),
+    ]
+    assert {file.path for file in client.list_artifacts(run_id)} == {"answers", "model", "settings.json"}
+    table = json.loads(Path(client.download_artifacts(run_id, "answers/from-000000.json", str(tmp_path))).read_text())
+    assert table == {"columns": ["iteration", "answer"], "data": [[1, "48 49"], [2, "48 49"]]}

@@ -1,0 +1,130 @@
+"""A run in MLflow. Imported only in the run log's thread: MLflow takes seconds to load."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_VARIABLES = {
+    # Telemetry and long retries are decided when MLflow is imported, and only by its environment.
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+}
+for _name, _value in _VARIABLES.items():
+    os.environ.setdefault(_name, _value)
+
+from mlflow import MlflowClient  # noqa: E402
+from mlflow.entities import Metric, Param  # noqa: E402
+from mlflow.exceptions import MlflowException  # noqa: E402
+from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH  # noqa: E402
+
+from trainer_svc.run_log import TrackedStatus  # noqa: E402
+
+_ITERATIONS_A_TABLE = 100
+_SECRET_WORDS = ("password", "secret", "sasl.username", "sasl.oauthbearer", "ssl.key")
+
+
+class MlflowTracker:
+    """One run: settings as parameters and artifact, figures, tables of answers, the final model."""
+
+    def __init__(
+        self,
+        *,
+        tracking_uri: str,
+        experiment: str,
+        run_name: str,
+        run_id: str,
+        settings_file: Path,
+        artifacts: Path,
+    ) -> None:
+        """
+        Args:
+            run_id: of a run that is continued; empty: a new one is made.
+            settings_file: the resolved settings, JSON.
+            artifacts: where artifacts go when the tracker is a local file; a server has its own place.
+        """
+        self._client = MlflowClient(tracking_uri)
+        self._experiment = experiment
+        self._run_name = run_name
+        self._run_id = run_id
+        self._settings_file = settings_file
+        self._continues = bool(run_id)
+        self._artifact_location = artifacts if _is_local(tracking_uri) else None
+
+    def start(self) -> str:
+        """Begins the run, or continues the given one."""
+        if self._continues:
+            self._client.update_run(self._run_id, status="RUNNING")
+            return self._run_id
+        if not self._run_id:
+            self._run_id = self._client.create_run(self._experiment_id(), run_name=self._run_name).info.run_id
+        settings = without_secrets(json.loads(self._settings_file.read_text()))
+        params = [Param(name, value[:MAX_PARAM_VAL_LENGTH]) for name, value in flat(settings)]
+        for start in range(0, len(params), MAX_PARAMS_TAGS_PER_BATCH):
+            self._client.log_batch(self._run_id, params=params[start : start + MAX_PARAMS_TAGS_PER_BATCH])
+        self._client.log_dict(self._run_id, settings, "settings.json")
+        return self._run_id
+
+    def log_figures(self, step: int, figures: Mapping[str, float], time_s: float) -> None:
+        """Figures at a step; what is not a number goes as it is (MLflow knows nan)."""
+        timestamp_ms = int(time_s * 1000)
+        self._client.log_batch(
+            self._run_id, metrics=[Metric(name, value, timestamp_ms, step) for name, value in figures.items()]
+        )
+
+    def log_rows(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Rows of the table of answers; a hundred iterations share a file."""
+        first = step // _ITERATIONS_A_TABLE * _ITERATIONS_A_TABLE
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        self._client.log_table(self._run_id, columns, f"answers/from-{first:06d}.json")
+
+    def log_folder(self, folder: Path, name: str) -> None:
+        """A folder as an artifact."""
+        self._client.log_artifacts(self._run_id, str(folder), name)
+
+    def end(self, status: TrackedStatus) -> None:
+        """Closes the run."""
+        self._client.set_terminated(self._run_id, status)
+
+    def _experiment_id(self) -> str:
+        experiment = self._client.get_experiment_by_name(self._experiment)
+        if experiment is not None:
+            return str(experiment.experiment_id)
+        location = self._artifact_location
+        try:
+            return str(
+                self._client.create_experiment(self._experiment, location.resolve().as_uri() if location else None)
+            )
+        except MlflowException:
+            # Another run made it in the meantime.
+            experiment = self._client.get_experiment_by_name(self._experiment)
+            if experiment is None:
+                raise
+            return str(experiment.experiment_id)
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Names with dots, and values as text."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value)
+
+
+def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The same settings, with what must not be shown to everyone who may read the tracker left out."""
+    return {
+        name: without_secrets(value)
+        if isinstance(value, Mapping)
+        else "(secret)"
+        if any(word in name.lower() for word in _SECRET_WORDS)
+        else value
+        for name, value in settings.items()
+    }
+
+
+def _is_local(tracking_uri: str) -> bool:
+    return "://" not in tracking_uri or tracking_uri.startswith(("sqlite:", "file:"))

@@ -1,0 +1,134 @@
+"""Logs the run to a tracker in a thread of its own: a slow or dead tracker neither stops nor slows training.
+
+What cannot be logged is tried again, then dropped, with one warning and a counter. MLflow itself is
+trainer_svc/mlflow_tracker.py; what the figures mean is trainer_svc/figures.py.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+logger = logging.getLogger(__name__)
+
+TrackedStatus = Literal["FINISHED", "FAILED", "KILLED"]
+
+_QUEUE_LENGTH = 10_000
+_RETRY_WAITS_S = (0.5, 2.0)
+
+
+class Tracker(Protocol):
+    """Where a run is logged. Every method may raise anything and is then called again."""
+
+    def start(self) -> str:
+        """Begins the run, or continues it; returns its id there. Comes before all others."""
+        ...
+
+    def log_figures(self, step: int, figures: Mapping[str, float], time_s: float) -> None: ...
+
+    def log_rows(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
+
+    def log_folder(self, folder: Path, name: str) -> None: ...
+
+    def end(self, status: TrackedStatus) -> None: ...
+
+
+class RunLog:
+    """A queue in front of a tracker."""
+
+    def __init__(self, make_tracker: Callable[[], Tracker] | None) -> None:
+        """
+        Args:
+            make_tracker: called in the thread, where heavy imports disturb nobody; None: nothing is logged.
+        """
+        self._make_tracker = make_tracker
+        self._jobs: queue.Queue[tuple[str, Callable[[Tracker], None]] | None] = queue.Queue(_QUEUE_LENGTH)
+        self._tracker: Tracker | None = None
+        self._dropped = 0
+        self._run_id = ""
+        self._thread = threading.Thread(target=self._work, name="run-log", daemon=True)
+
+    def start(self) -> "RunLog":
+        if self._make_tracker is not None:
+            self._thread.start()
+        return self
+
+    @property
+    def tracker_run_id(self) -> str:
+        """The run's id at the tracker; empty until it answered."""
+        return self._run_id
+
+    @property
+    def dropped(self) -> int:
+        """What could not be logged."""
+        return self._dropped
+
+    def figures(self, step: int, figures: Mapping[str, float]) -> None:
+        """Logs figures at a step."""
+        time_s = time.time()
+        self._put(f"figures of step {step}", lambda tracker: tracker.log_figures(step, figures, time_s))
+
+    def rows(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Adds rows to the table of sample answers."""
+        if rows:
+            self._put(f"answers of step {step}", lambda tracker: tracker.log_rows(step, rows))
+
+    def folder(self, folder: Path, name: str) -> None:
+        """Logs a folder, which must not change any more."""
+        self._put(f"folder {folder}", lambda tracker: tracker.log_folder(folder, name))
+
+    def close(self, status: TrackedStatus, timeout_s: float) -> None:
+        """Ends the run with its true status, after what is queued; what takes longer than `timeout_s` is given up."""
+        if not self._thread.is_alive():
+            return
+        self._put("the run's end", lambda tracker: tracker.end(status))
+        try:
+            self._jobs.put_nowait(None)
+        except queue.Full:
+            logger.warning("the tracker is too far behind: its run is left open")
+            return
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.warning("the tracker took longer than %g s: its run is left open", timeout_s)
+
+    def _put(self, what: str, job: Callable[[Tracker], None]) -> None:
+        if self._make_tracker is None:
+            return
+        try:
+            self._jobs.put_nowait((what, job))
+        except queue.Full:
+            self._drop(what, "the tracker is too slow")
+
+    def _work(self) -> None:
+        healthy = True
+        while (job := self._jobs.get()) is not None:
+            # After a loss one try is enough until something works again: no queue shall grow behind a dead tracker.
+            healthy = self._log(*job, retry_waits_s=_RETRY_WAITS_S if healthy else ())
+
+    def _log(self, what: str, log: Callable[[Tracker], None], retry_waits_s: Sequence[float]) -> bool:
+        for wait_s in (*retry_waits_s, None):
+            try:
+                log(self._started_tracker())
+                return True
+            except Exception as error:  # trackers raise anything, and nothing of it may reach training
+                if wait_s is None:
+                    self._drop(what, error)
+                else:
+                    time.sleep(wait_s)
+        return False
+
+    def _started_tracker(self) -> Tracker:
+        assert self._make_tracker is not None
+        if self._tracker is None:
+            self._tracker = self._make_tracker()
+        if not self._run_id:
+            self._run_id = self._tracker.start()
+        return self._tracker
+
+    def _drop(self, what: str, reason: object) -> None:
+        self._dropped += 1
+        level = logging.WARNING if self._dropped == 1 else logging.DEBUG
+        logger.log(level, "%s could not be logged, and training goes on: %s", what, reason)
