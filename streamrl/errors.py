@@ -47,6 +47,10 @@ class PublishError(StreamRLError):
     """A weight version could not be published."""
 
 
+class CheckpointError(StreamRLError):
+    """A checkpoint is damaged, or was written by other ranks than read it."""
+
+
 class RecordError(StreamRLError):
     """A Kafka record cannot be handled."""
 

@@ -375,7 +375,7 @@ def _import_deepspeed() -> Any:
         log.removeHandler(handler)
     log.setLevel(logging.WARNING)
     log.propagate = True
-    warnings.filterwarnings("ignore", message=".*reduce_scatter_tensor` is deprecated", category=FutureWarning)
+    warnings.filterwarnings("ignore", message="`torch.distributed.* is deprecated", category=FutureWarning)
     # Would build a C++ extension with ninja for a minute, on the first start, to save microseconds between CPU ranks.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed

@@ -172,15 +172,12 @@ def join_ranks(num_ranks: int, command: Sequence[str], environment: Mapping[str,
         ValueError: the launcher's world size is another.
         ServiceDiedError: a rank ended while others still worked, or with an error.
     """
-    place = launched_place(environment)
-    if place is None:
-        place = Place(rank=0, world_size=num_ranks, local_rank=0, master_address=_LOOPBACK, master_port=0)
-    else:
+    launched = launched_place(environment)
+    if launched is not None:
         lifetime.die_with_parent()
+    place = launched or Place(rank=0, world_size=num_ranks, local_rank=0, master_address=_LOOPBACK, master_port=0)
     if place.world_size != num_ranks:
         raise ValueError(f"trainer.num_ranks is {num_ranks}, but the launcher started {place.world_size} ranks")
-    # Inherited, the master's port would be the outside launcher's, and here it is not known before the store is up.
-    starts_others = place.rank == 0 and "RANK" not in environment and num_ranks > 1
     store = dist.TCPStore(  # type: ignore[attr-defined]
         place.master_address,
         place.master_port,
@@ -189,7 +186,7 @@ def join_ranks(num_ranks: int, command: Sequence[str], environment: Mapping[str,
         wait_for_workers=False,
         timeout=_COLLECTIVE_TIMEOUT,
     )
-    children = _start_others(command, environment, num_ranks, store.port) if starts_others else []
+    children = _start_others(command, environment, num_ranks, store.port) if launched is None else []
     ranks = Ranks(place.rank, place.world_size, children)
     try:
         _init_process_group(place, store)
