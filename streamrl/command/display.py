@@ -91,10 +91,14 @@ class LineDisplay:
 class LiveDisplay:
     """A table that is drawn anew in place; what happened once scrolls by above it."""
 
-    def __init__(self, console: Console, num_generators: int) -> None:
+    def __init__(self, console: Console, num_generators: int, age_s: float = 0.0) -> None:
+        """
+        Args:
+            age_s: of the run, when it began before this display.
+        """
         self._console = console
         self._num_generators = num_generators
-        self._started_s = time.monotonic()
+        self._started_s = time.monotonic() - age_s
         # Drawn by `update` alone: no thread of its own.
         self._live = Live(console=console, auto_refresh=False, transient=False)
         self._live.start()
@@ -119,7 +123,9 @@ def run_table(observation: Observation, num_generators: int, age_s: float) -> Gr
     table.add_row("time", duration(age_s))
     table.add_row("trainer", trainer_sentence(status).removeprefix("trainer: "))
     if status is not None and status.iteration:
-        table.add_row("iteration", f"{status.iteration} of {status.num_iterations}, weight version {status.weight_version}")
+        table.add_row(
+            "iteration", f"{status.iteration} of {status.num_iterations}, weight version {status.weight_version}"
+        )
         for label, value in figures(status.metrics):
             table.add_row(label, value)
     if fleet is None:

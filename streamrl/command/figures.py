@@ -34,13 +34,17 @@ FIGURES = (
 
 def figures(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """Label and value of the figures that have one."""
-    return [(figure.label, format(metrics[figure.metric], figure.format)) for figure in FIGURES if figure.metric in metrics]
+    return [
+        (figure.label, format(metrics[figure.metric], figure.format)) for figure in FIGURES if figure.metric in metrics
+    ]
 
 
 def iteration_line(status: TrainerServiceGetStatusResponse) -> str:
     """One line on the iteration that ended last."""
     parts = [f"{label} {value}" for label, value in figures(status.metrics)]
-    return "  ".join([f"iteration {status.iteration}/{status.num_iterations}", *parts, f"version {status.weight_version}"])
+    return "  ".join(
+        [f"iteration {status.iteration}/{status.num_iterations}", *parts, f"version {status.weight_version}"]
+    )
 
 
 def trainer_sentence(status: TrainerServiceGetStatusResponse | None) -> str:

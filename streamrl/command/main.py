@@ -1,4 +1,7 @@
-"""The command `streamrl`: its arguments. What a subcommand needs is imported when it runs, so that `--help` is instant."""
+"""The command `streamrl`: its arguments.
+
+What a subcommand needs is imported when it runs, so that `--help` is instant.
+"""
 
 import argparse
 import logging
@@ -50,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # the outermost edge: with --json, even a fault of ours ends in one line
         if as_json:
             tell_failure(error, as_json=True)
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(type(error), error, error.__traceback__)
         return EXIT_FAILED
 
 
@@ -72,11 +75,15 @@ def _parser() -> argparse.ArgumentParser:
     _run_argument(status)
     status.add_argument("--watch", action="store_true", help="go on showing it until the run is over")
 
-    stop = _command(commands, "stop", "streamrl.command.stop:stop", "end a run at the end of its iteration, with a checkpoint")
+    stop = _command(
+        commands, "stop", "streamrl.command.stop:stop", "end a run at the end of its iteration, with a checkpoint"
+    )
     _run_argument(stop)
     stop.add_argument("--now", action="store_true", help="end it at once, without a checkpoint")
 
-    serve = _command(commands, "serve", "streamrl.command.serve:serve", "run one service in the foreground, for clusters")
+    serve = _command(
+        commands, "serve", "streamrl.command.serve:serve", "run one service in the foreground, for clusters"
+    )
     serve.add_argument("service", choices=("trainer", "generator", "scheduler", "weights"), help="which service")
     _settings_arguments(serve)
     serve.add_argument("--instance", metavar="NAME", help="name of this process in the run (generators need one each)")

@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import dataclass
 from types import TracebackType
+from typing import TYPE_CHECKING, cast
 
 from streamrl.errors import StreamRLError
 from streamrl.rpc.channel import open_aio_channel
@@ -15,6 +16,10 @@ from streamrl.v1.trainer_pb2 import (
     TrainerServiceStopRequest,
 )
 from streamrl.v1.trainer_pb2_grpc import TrainerServiceStub
+
+if TYPE_CHECKING:
+    from streamrl.v1.scheduler_pb2_grpc import SchedulerServiceAsyncStub
+    from streamrl.v1.trainer_pb2_grpc import TrainerServiceAsyncStub
 
 _DEADLINE_S = 2.0
 
@@ -35,8 +40,9 @@ class Observer:
         self._addresses = (trainer_address, scheduler_address)
         self._trainer_channel = open_aio_channel(trainer_address)
         self._scheduler_channel = open_aio_channel(scheduler_address)
-        self._trainer = TrainerServiceStub(self._trainer_channel)  # type: ignore[no-untyped-call]
-        self._scheduler = SchedulerServiceStub(self._scheduler_channel)  # type: ignore[no-untyped-call]
+        # The stubs' types know the asyncio kind only as a class of its own.
+        self._trainer = cast("TrainerServiceAsyncStub", TrainerServiceStub(self._trainer_channel))
+        self._scheduler = cast("SchedulerServiceAsyncStub", SchedulerServiceStub(self._scheduler_channel))
         self._registered: set[str] = set()
 
     async def observe(self) -> Observation:
@@ -90,4 +96,4 @@ class Observer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await asyncio.gather(self._trainer_channel.close(), self._scheduler_channel.close())
+        await asyncio.gather(self._trainer_channel.close(None), self._scheduler_channel.close(None))

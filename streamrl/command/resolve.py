@@ -39,13 +39,13 @@ class _EnvironmentSource(EnvSettingsSource):
         return parse_value(value)
 
 
-def resolve(config: Path, assignments: Sequence[str], now: datetime | None = None) -> Settings:
+def resolve(config: Path, assignments: Sequence[str], *, must_have_id: bool = False) -> Settings:
     """Reads and checks the settings. Addresses with port 0 stay so: see `with_addresses`.
 
     Args:
         config: a TOML file.
         assignments: `section.key=value`, the later one wins.
-        now: for the name of a run that has none.
+        must_have_id: an empty `run.id` is refused, where else a name is made up.
 
     Raises:
         ValueError: with every problem that was found.
@@ -64,11 +64,13 @@ def resolve(config: Path, assignments: Sequence[str], now: datetime | None = Non
         values = _updated(values, without(joined, unknown))
     settings, wrong = _validated(values)
     problems.extend(wrong)
+    if must_have_id and settings is not None and not settings.run.id:
+        problems.append("run.id is empty: services that are started one by one need one name for their run")
     if problems or settings is None:
         raise ValueError(_listed(problems))
     run = settings.run.model_copy(
         update={
-            "id": settings.run.id or new_run_id(config, settings.run.dir, now or datetime.now(UTC)),
+            "id": settings.run.id or new_run_id(config, settings.run.dir, datetime.now(UTC)),
             "dir": settings.run.dir.resolve(),
         }
     )

@@ -91,9 +91,7 @@ def _first_record(settings: Settings, config: Path, broker: EmbeddedBroker | Non
     services: tuple[ServiceRecord, ...] = ()
     if broker is not None and (process := ProcessIdentity.of(broker.process.pid)) is not None:
         services = (ServiceRecord(service="broker", instance="broker", process=process, address=broker.address),)
-    return RunRecord(
-        run_id=settings.run.id, config=str(config), process=me, started_at=now_text(), services=services
-    )
+    return RunRecord(run_id=settings.run.id, config=str(config), process=me, started_at=now_text(), services=services)
 
 
 def _log_to(log: Path, level: str) -> None:

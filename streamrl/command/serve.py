@@ -29,8 +29,8 @@ def serve(arguments: Namespace) -> int:
         ValueError: the settings leave open what only `streamrl run` could decide.
     """
     service, instance = arguments.service, arguments.instance or arguments.service
-    settings = resolve(arguments.config, arguments.set)
-    check_final(service, settings, named=_is_named(arguments, settings))
+    settings = resolve(arguments.config, arguments.set, must_have_id=True)
+    check_final(service, settings)
     if service == "generator" and arguments.instance is None:
         raise ValueError("give this generator a name of its own in the run: --instance generator-0")
     folder = settings.run.folder / "services"
@@ -42,15 +42,9 @@ def serve(arguments: Namespace) -> int:
     os.execv(command[0], command)
 
 
-def check_final(service: str, settings: Settings, *, named: bool) -> None:
-    """Raises ValueError when services that were started apart could not find each other.
-
-    Args:
-        named: whether run.id was given, and not made up for this process alone.
-    """
+def check_final(service: str, settings: Settings) -> None:
+    """Raises ValueError when services that were started apart could not find each other."""
     problems = []
-    if not named:
-        problems.append("run.id is empty: services that are started one by one need one name for their run")
     if not settings.kafka.bootstrap_servers:
         problems.append("kafka.bootstrap_servers is empty: the embedded broker comes only with `streamrl run`")
     for name in _MUST_FIND[service]:
@@ -59,9 +53,3 @@ def check_final(service: str, settings: Settings, *, named: bool) -> None:
             problems.append(f"rpc.{name} is {address}: give it a port that the other services can know")
     if problems:
         raise ValueError("; ".join(problems))
-
-
-def _is_named(arguments: Namespace, settings: Settings) -> bool:
-    """A made-up name differs from second to second: one that was given resolves to itself."""
-    del arguments
-    return settings.run.id != ""

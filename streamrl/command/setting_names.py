@@ -98,7 +98,7 @@ def parse_assignment(assignment: str, model: type[BaseModel]) -> dict[str, Any]:
 
 
 def join_free_tables(values: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
-    """`{"client": {"sasl": {"password": …}}}` as `{"client": {"sasl.password": …}}`, wherever a table holds plain values.
+    """`{"client": {"sasl": {"password": …}}}` as `{"client": {"sasl.password": …}}`, where a table holds plain values.
 
     TOML reads an unquoted `sasl.password = …` as nested tables, and so it is mostly written.
     """

@@ -73,13 +73,13 @@ class Settings(BaseSettings):
             )
         if generator.num_instances > 1 and not self.rpc.generator_address.endswith(":0"):
             problems.append(
-                f"rpc.generator_address is {self.rpc.generator_address}, but {generator.num_instances} generators cannot "
-                "listen on one port: leave its port at 0"
+                f"rpc.generator_address is {self.rpc.generator_address}, but {generator.num_instances} generators "
+                "cannot listen on one port: leave its port at 0"
             )
         if self.kafka.replication_factor > 1 and not self.kafka.bootstrap_servers:
             problems.append(
-                f"kafka.replication_factor is {self.kafka.replication_factor}, but the embedded broker is a single one: "
-                "leave it at 1, or set kafka.bootstrap_servers"
+                f"kafka.replication_factor is {self.kafka.replication_factor}, but the embedded broker is a single "
+                "one: leave it at 1, or set kafka.bootstrap_servers"
             )
         if problems:
             raise ValueError("; ".join(problems))

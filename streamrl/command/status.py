@@ -1,9 +1,10 @@
 """`streamrl status`: what a run does now, or how it ended, from its folder and its services."""
 
 import asyncio
+import contextlib
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from datetime import datetime
 from typing import Any
 
@@ -12,7 +13,7 @@ from rich.console import Console
 from streamrl.command.display import LiveDisplay, run_table, show_summary
 from streamrl.command.figures import duration
 from streamrl.command.observer import Observation, Observer
-from streamrl.command.report import EXIT_COMPLETED, now_text, write_error, write_json
+from streamrl.command.report import EXIT_COMPLETED, write_error, write_json
 from streamrl.command.runs import named_run
 from streamrl.run_folder import RunFolder, RunRecord, ServiceRecord
 from streamrl.settings import ServiceSettings, load
@@ -37,7 +38,11 @@ async def _status(folder: RunFolder, settings: ServiceSettings, *, watch: bool, 
 
         record, observation = await observe()
         if watch and record.state == "running":
-            record, observation = await _watch(observe, settings.generator.num_instances, observation)
+            display = LiveDisplay(
+                Console(stderr=True, highlight=False), settings.generator.num_instances, _age_s(record)
+            )
+            with contextlib.closing(display):
+                record, observation = await _watch(observe, display, observation)
     if as_json:
         write_json(status_report(record, observation, folder.read_summary()))
     else:
@@ -45,18 +50,16 @@ async def _status(folder: RunFolder, settings: ServiceSettings, *, watch: bool, 
     return EXIT_COMPLETED
 
 
-async def _watch(observe: Callable[[], Any], num_generators: int, observation: Observation) -> tuple[RunRecord, Observation]:
+async def _watch(
+    observe: Callable[[], Awaitable[tuple[RunRecord, Observation]]], display: LiveDisplay, observation: Observation
+) -> tuple[RunRecord, Observation]:
     """Draws the run until it is over."""
-    display = LiveDisplay(Console(stderr=True, highlight=False), num_generators)
-    try:
-        while True:
-            display.update(observation)
-            await asyncio.sleep(_WATCH_EVERY_S)
-            record, observation = await observe()
-            if record.state != "running":
-                return record, observation
-    finally:
-        display.close()
+    while True:
+        display.update(observation)
+        await asyncio.sleep(_WATCH_EVERY_S)
+        record, observation = await observe()
+        if record.state != "running":
+            return record, observation
 
 
 def status_report(record: RunRecord, observation: Observation, summary: dict[str, Any] | None) -> dict[str, Any]:
@@ -86,30 +89,39 @@ def status_report(record: RunRecord, observation: Observation, summary: dict[str
                 "waiting": beat.waiting,
             }
         services.append(entry)
-    report: dict[str, Any] = {"run_id": record.run_id, "state": record.state, "iteration": iteration, "services": services}
+    report: dict[str, Any] = {
+        "run_id": record.run_id,
+        "state": record.state,
+        "iteration": iteration,
+        "services": services,
+    }
     return report | ({"error": record.error} if record.error is not None else {})
 
 
 def _show(folder: RunFolder, record: RunRecord, observation: Observation, num_generators: int) -> None:
     console = Console(highlight=False)
-    started_s = datetime.fromisoformat(record.started_at).timestamp()
     if record.state == "running":
         console.print(f"run {record.run_id}: running (pid {record.process.pid})")
-        console.print(run_table(observation, num_generators, time.time() - started_s))
+        console.print(run_table(observation, num_generators, _age_s(record)))
         for service in record.services:
             console.print(_service_line(service))
         return
-    finished_s = datetime.fromisoformat(record.finished_at or now_text()).timestamp()
     if record.state == "dead":
         console.print(f"run {record.run_id}: dead: its process (pid {record.process.pid}) ended without a word")
     else:
-        console.print(f"run {record.run_id}: {record.state} after {duration(finished_s - started_s)}")
+        console.print(f"run {record.run_id}: {record.state} after {duration(_age_s(record))}")
     if record.error is not None:
         console.print(f"error: {record.error['message']}", markup=False)
     summary = folder.read_summary()
     if summary is not None:
         show_summary(summary)
     write_error(f"logs are in {folder.logs}")
+
+
+def _age_s(record: RunRecord) -> float:
+    """Seconds from the run's start to its end, or to now."""
+    finished_s = datetime.fromisoformat(record.finished_at).timestamp() if record.finished_at else time.time()
+    return finished_s - datetime.fromisoformat(record.started_at).timestamp()
 
 
 def _service_line(service: ServiceRecord) -> str:

@@ -21,7 +21,7 @@ def stop(arguments: Namespace) -> int:
     """
     folder = named_run(arguments.run)
     record = folder.read_record()
-    state = record.state
+    state: str = record.state
     if state == "running":
         state = _end(folder, record, now=arguments.now)
         sentence = f"run {record.run_id} has ended: {state}"
@@ -49,7 +49,9 @@ def _end(folder: RunFolder, record: RunRecord, *, now: bool) -> str:
                 lifetime.wait_ended(pidfd, timeout_s=0.5)
                 record.process.send(signal.SIGTERM)
             else:
-                write_error(f"run {record.run_id} ends at the end of its iteration; `streamrl stop --now` ends it at once")
+                write_error(
+                    f"run {record.run_id} ends at the end of its iteration; `streamrl stop --now` ends it at once"
+                )
             started_s = time.monotonic()
             while not lifetime.wait_ended(pidfd, timeout_s=_TELL_EVERY_S):
                 write_error(f"still waiting for run {record.run_id} ({time.monotonic() - started_s:.0f} s)")

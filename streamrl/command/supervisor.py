@@ -51,9 +51,7 @@ def service_launches(settings_file: Path, num_generators: int) -> list[Launch]:
     """All services of a run on one machine."""
     names = [("weights", "weights"), ("scheduler", "scheduler"), ("trainer", "trainer")]
     names += [("generator", f"generator-{index}") for index in range(num_generators)]
-    return [
-        Launch(service, instance, service_command(service, instance, settings_file)) for service, instance in names
-    ]
+    return [Launch(service, instance, service_command(service, instance, settings_file)) for service, instance in names]
 
 
 def service_command(service: str, instance: str, settings_file: Path) -> tuple[str, ...]:
@@ -91,9 +89,7 @@ class Supervisor:
     def running(self) -> list[RunningProcess]:
         """What runs now."""
         return [
-            RunningProcess(
-                launch.service, launch.instance, child.identity, self._restarts.get(launch.instance, 0)
-            )
+            RunningProcess(launch.service, launch.instance, child.identity, self._restarts.get(launch.instance, 0))
             for launch in self._launches
             if (child := self._children.get(launch.instance)) is not None and child.is_running
         ]
@@ -105,9 +101,7 @@ class Supervisor:
             ValueError: a service refused its settings.
             ServiceDiedError: a service ended and is not coming back.
         """
-        tasks = {
-            asyncio.create_task(self._keep(launch), name=launch.instance): launch for launch in self._launches
-        }
+        tasks = {asyncio.create_task(self._keep(launch), name=launch.instance): launch for launch in self._launches}
         try:
             while tasks:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -146,14 +140,12 @@ class Supervisor:
             grace_s: for trainer and generators, before they are killed.
         """
         self._stopping = True
-        for services, stage_grace_s in ((("trainer", "generator"), grace_s), (("scheduler", "weights"), _LAST_STAGE_GRACE_S)):
-            await asyncio.gather(
-                *(
-                    self._children[launch.instance].end(stage_grace_s)
-                    for launch in self._launches
-                    if launch.service in services and launch.instance in self._children
-                )
-            )
+        await self._end_services(("trainer", "generator"), grace_s)
+        await self._end_services(("scheduler", "weights"), _LAST_STAGE_GRACE_S)
+
+    async def _end_services(self, services: tuple[str, ...], grace_s: float) -> None:
+        children = [self._children.get(launch.instance) for launch in self._launches if launch.service in services]
+        await asyncio.gather(*(child.end(grace_s) for child in children if child is not None))
 
     async def _keep(self, launch: Launch) -> None:
         """Runs one service until it is done."""
@@ -189,9 +181,7 @@ class Supervisor:
             await asyncio.sleep(decision.delay_s)
 
     def _start(self, launch: Launch) -> ChildProcess:
-        process = lifetime.spawn(
-            launch.command, log=self._folder.log(launch.instance), with_signal=signal.SIGTERM
-        )
+        process = lifetime.spawn(launch.command, log=self._folder.log(launch.instance), with_signal=signal.SIGTERM)
         child = ChildProcess(process)
         self._children[launch.instance] = child
         logger.info("%s started (pid %d)", launch.instance, process.pid)
