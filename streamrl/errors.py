@@ -9,6 +9,7 @@ StreamRLError                 what the system met: exit code 1
 ├── EngineDiedError           an inference engine ended
 ├── WeightTransferError       a weight version could not be fetched whole, or its digests disagree
 ├── PublishError              a weight version could not be published
+├── CheckpointError           a checkpoint is damaged, or was written by other ranks than read it
 ├── RecordError               a Kafka record cannot be handled: it goes to dead-letters
 ├── NoProgressError           nothing moved for longer than allowed
 └── ServiceDiedError          a service ended and is not coming back
