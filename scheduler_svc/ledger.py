@@ -44,14 +44,18 @@ class Outgoing:
 class Ledger:
     """The state of one life of the scheduler."""
 
-    def __init__(self, settings: SchedulerSettings, incarnation: int) -> None:
+    def __init__(self, settings: SchedulerSettings, *, incarnation: int, started_at: float) -> None:
         """
         Args:
+            started_at: instances of an earlier life of the scheduler, which this one does not know, were last answered
+                before then.
             incarnation: of this life of the scheduler, above those of earlier lives (Unix time in ms). Incarnations of
                 instances count on from it.
         """
         self.settings = settings
         self.incarnation = incarnation
+        self.old_leases_end_at = started_at + settings.scheduler.lease_s
+        """When no instance of an earlier life of the scheduler generates any more what it was given then."""
         self.samples = SampleBook(
             max_dispatches=settings.scheduler.max_dispatches, max_staleness=settings.pipeline.max_staleness
         )
@@ -70,6 +74,8 @@ class Ledger:
         """Whether no further prompts will come."""
         self.refused = 0
         """Records and calls of earlier lives of the run."""
+        self.dead_letters = 0
+        """Records that could not be handled here."""
         self._orders_by_length = named_policy(settings.scheduler.dispatch).longest_first
         self._tokenizer_digest = ""
 
@@ -286,16 +292,18 @@ class Ledger:
             self._end(life, "was given up" if life.stopped_at is None else "stopped")
         lives = [life for life in self.registry.lives() if life.takes_work(now)]
         self._open_fleet(len(lives), now)
-        if not (self.fleet_open and self.reported and lives):
+        if not (lives and self.fleet_open and self.reported and now >= self.old_leases_end_at):
             return []
         self.samples.admit(self.newest_weight_version)
         return [
             outgoing for batch, groups in self.samples.take_ready() for outgoing in self._dispatch(batch, groups, lives)
         ]
 
-    def next_deadline(self) -> float | None:
-        """When `advance` is due though nothing happens; None: never."""
+    def next_deadline(self, now: float) -> float | None:
+        """When, after `now`, `advance` is due though nothing happens; None: never."""
         deadlines = [self.registry.next_expiry(), None if self.fleet_open else self._fleet_deadline()]
+        if now < self.old_leases_end_at:
+            deadlines.append(self.old_leases_end_at)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def _fleet_deadline(self) -> float | None:

@@ -115,8 +115,13 @@ class Registry:
         self._next_incarnation = first_incarnation
         self._lives: dict[str, Life] = {}
         self.first_registered_at: float | None = None
-        self.past_dead_letters = 0
+        self._past_dead_letters = 0
         """Of lives that were superseded or forgotten."""
+
+    @property
+    def dead_letters(self) -> int:
+        """Records that instances could not handle, over all their lives."""
+        return self._past_dead_letters + sum(life.heartbeat.dead_letters for life in self._lives.values())
 
     def lives(self) -> list[Life]:
         """All that are known, also ended ones, by name."""
@@ -144,7 +149,7 @@ class Registry:
         earlier = self._lives.get(request.instance)
         partition = earlier.partition if earlier is not None else self._free_partition()
         if earlier is not None:
-            self.past_dead_letters += earlier.heartbeat.dead_letters
+            self._past_dead_letters += earlier.heartbeat.dead_letters
         life = Life(request, self._next_incarnation, partition, self._lease_s, now)
         self._next_incarnation += 1
         self._lives[life.name] = life
@@ -175,5 +180,5 @@ class Registry:
             )
         oldest = min(dead, key=lambda life: (life.ends_at, life.name))
         del self._lives[oldest.name]
-        self.past_dead_letters += oldest.heartbeat.dead_letters
+        self._past_dead_letters += oldest.heartbeat.dead_letters
         return oldest.partition

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator
 
 from streamrl.planning.dispatch import named_policy
 from streamrl.settings import FleetView, PositiveFloat, PositiveInt, ServiceSettings
@@ -22,23 +22,13 @@ class SchedulerSection(FleetView):
     count."""
     fleet_wait_s: PositiveFloat = 60.0
     """How long after the first instance has registered the scheduler waits for the others (`generator.num_instances`)
-    before it dispatches to those that are there. At least `lease_s`."""
+    before it dispatches to those that are there."""
 
     @field_validator("dispatch")
     @classmethod
     def _known_policy(cls, value: str) -> str:
         named_policy(value)
         return value
-
-    @model_validator(mode="after")
-    def _outwaits_leases(self) -> "SchedulerSection":
-        if self.fleet_wait_s < self.lease_s:
-            raise ValueError(
-                f"scheduler.fleet_wait_s is {self.fleet_wait_s:g}: expected at least scheduler.lease_s "
-                f"({self.lease_s:g}). A scheduler that was restarted must not dispatch while instances that it does "
-                "not know yet may still generate what they got before"
-            )
-        return self
 
     @property
     def heartbeat_interval_s(self) -> float:

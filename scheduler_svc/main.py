@@ -1,0 +1,95 @@
+"""Entry of scheduler_svc: connects the ledger's loop with Kafka, its server and weights_svc, and ends them in order."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable
+
+from scheduler_svc.control_servicer import SchedulerServicer
+from scheduler_svc.ledger import Ledger
+from scheduler_svc.schedule_loop import ScheduleLoop
+from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.version_watch import watch_versions
+from streamrl import service
+from streamrl.kafka.connection import Connection
+from streamrl.kafka.producer import RecordProducer
+from streamrl.kafka.reader import ReaderThread, Record, RecordReader, all_partitions
+from streamrl.kafka.topics import Topics, create_topics
+from streamrl.rpc.server import Server
+from streamrl.v1.scheduler_pb2_grpc import add_SchedulerServiceServicer_to_server
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME = "streamrl.v1.SchedulerService"
+
+
+async def serve(settings: SchedulerSettings, instance: str, stop: asyncio.Event) -> None:
+    """Runs the scheduler until `stop` is set.
+
+    Raises:
+        ValueError: an address is not final or not free.
+        StreamRLError: the broker or weights_svc is gone, or a later life of the run has begun.
+    """
+    if settings.rpc.weights_address.endswith(":0"):
+        raise ValueError(f"rpc.weights_address is {settings.rpc.weights_address}: expected the port of a weights_svc")
+    connection = Connection(settings.kafka, instance)
+    await asyncio.to_thread(connection.check, settings.rpc.deadline_s)
+    topics = Topics(settings.run.id)
+    await asyncio.to_thread(create_topics, connection, topics, settings.scheduler.max_instances)
+
+    # Unix time in ms: above that of every earlier life, also above the incarnations that it gave out.
+    ledger = Ledger(settings, incarnation=time.time_ns() // 1_000_000, started_at=time.monotonic())
+    producer = RecordProducer(connection)
+    loop = ScheduleLoop(ledger, producer, topics)
+    servicer = SchedulerServicer(ledger, loop.wake)
+    server = Server(SERVICE_NAME, lambda grpc_server: add_SchedulerServiceServicer_to_server(servicer, grpc_server))
+    reading, broken = _read_prompts(RecordReader(connection, topics.prompts, all_partitions(1)), loop)
+    try:
+        await server.serve(settings.rpc.scheduler_address)
+        reading.start()
+        await _first_of(
+            stop.wait(),
+            broken,
+            loop.run(servicer.tell),
+            watch_versions(settings.rpc, settings.run.id, instance, loop.take_version),
+        )
+    finally:
+        await server.stop()
+        await asyncio.to_thread(reading.close)
+        await asyncio.to_thread(producer.close)
+
+
+def _read_prompts(reader: RecordReader, loop: ScheduleLoop) -> tuple[ReaderThread, asyncio.Future[None]]:
+    """A thread that reads into the loop, and a future that fails when it does."""
+    event_loop = asyncio.get_running_loop()
+    broken: asyncio.Future[None] = event_loop.create_future()
+
+    def fail(error: BaseException) -> None:
+        if not broken.done():
+            broken.set_exception(error)
+
+    def hand_over(records: list[Record]) -> None:
+        event_loop.call_soon_threadsafe(loop.take_records, records)
+
+    def on_error(error: BaseException) -> None:
+        event_loop.call_soon_threadsafe(fail, error)
+
+    return ReaderThread(reader, hand_over, on_error), broken
+
+
+async def _first_of(*awaitables: Awaitable[object]) -> None:
+    """Waits until one of them ends, cancels the others, and raises what it raised."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
+
+
+def main() -> int:
+    """`python -m scheduler_svc SETTINGS.json`."""
+    return service.main(service.Service("scheduler_svc", SchedulerSettings, serve))

@@ -1,0 +1,128 @@
+"""The loop that owns the ledger: take what came, decide, write, tell.
+
+Everything that touches the ledger runs on one event loop. Calls of the control servicer change it and `wake` the loop,
+records come from a thread by `take_records`; in between it sleeps until the next deadline.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from google.protobuf.message import DecodeError
+
+from scheduler_svc.ledger import Ledger, Outgoing
+from streamrl.errors import RecordError
+from streamrl.kafka.producer import RecordProducer
+from streamrl.kafka.reader import Record
+from streamrl.kafka.topics import Topics
+from streamrl.v1.records_pb2 import DeadLetter, PromptRecord
+from streamrl.v1.weights_pb2 import WatchResponse
+
+logger = logging.getLogger(__name__)
+
+
+class ScheduleLoop:
+    """Runs one ledger."""
+
+    def __init__(self, ledger: Ledger, producer: RecordProducer, topics: Topics) -> None:
+        self._ledger = ledger
+        self._producer = producer
+        self._topics = topics
+        self._inbox: list[Record] = []
+        self._woken = asyncio.Event()
+        self._refused_before = 0
+
+    def wake(self) -> None:
+        """Something has changed: the loop decides again. Call it on the event loop."""
+        self._woken.set()
+
+    def take_records(self, records: Sequence[Record]) -> None:
+        """Records of topic `prompts`. Call it on the event loop."""
+        self._inbox += records
+        self.wake()
+
+    def take_version(self, announced: WatchResponse) -> None:
+        """An announcement of weights_svc. Call it on the event loop.
+
+        Raises:
+            StaleAttemptError: as Ledger.announce.
+        """
+        logger.info("version %d is announced", announced.weight_version)
+        self._ledger.announce(announced.weight_version, announced.attempt)
+        self.wake()
+
+    async def run(self, tell: Callable[[], None]) -> None:
+        """Goes on until it is cancelled.
+
+        Args:
+            tell: called after each round, when instances and waiting calls can be told what is new.
+
+        Raises:
+            BrokerUnavailableError: a record could not be delivered.
+            StaleAttemptError: a later life of the run has begun.
+        """
+        while True:
+            await self._until_due()
+            self._read()
+            self._write(self._ledger.advance(time.monotonic()))
+            tell()
+
+    async def _until_due(self) -> None:
+        now = time.monotonic()
+        deadline = self._ledger.next_deadline(now)
+        timeout_s = None if deadline is None else max(0.0, deadline - now)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._woken.wait(), timeout_s)
+        self._woken.clear()
+
+    def _read(self) -> None:
+        records, self._inbox = self._inbox, []
+        for record in records:
+            try:
+                self._ledger.take_record(_parse(record))
+            except RecordError as error:
+                self._bury(record, str(error))
+        if self._ledger.refused != self._refused_before:
+            self._refused_before = self._ledger.refused
+            logger.warning("%d records and calls of earlier attempts were refused so far", self._ledger.refused)
+
+    def _write(self, outgoing: Sequence[Outgoing]) -> None:
+        for record in outgoing:
+            assignment = record.assignment
+            try:
+                self._producer.send(
+                    self._topics.assignments, assignment.SerializeToString(), partition=record.partition
+                )
+            except RecordError as error:
+                self._ledger.undeliverable(assignment, str(error))
+        if outgoing:
+            num_samples = sum(len(record.assignment.draws) for record in outgoing)
+            logger.info("%d samples are dispatched in %d assignments", num_samples, len(outgoing))
+
+    def _bury(self, record: Record, reason: str) -> None:
+        logger.error("%s cannot be handled: %s", record, reason)
+        self._ledger.dead_letters += 1
+        letter = DeadLetter(
+            attempt=self._ledger.settings.run.attempt,
+            service="scheduler_svc",
+            topic=record.topic,
+            partition=record.partition,
+            offset=record.offset,
+            reason=reason,
+            value=record.value,
+        )
+        try:
+            self._producer.send(self._topics.dead_letters, letter.SerializeToString())
+        except RecordError:
+            # The largest legal record does not fit into another one.
+            letter.ClearField("value")
+            self._producer.send(self._topics.dead_letters, letter.SerializeToString())
+
+
+def _parse(record: Record) -> PromptRecord:
+    try:
+        return PromptRecord.FromString(record.value)
+    except DecodeError as error:
+        raise RecordError(f"it is no PromptRecord: {error}") from error
