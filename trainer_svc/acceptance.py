@@ -248,11 +248,12 @@ class Acceptance:
             received=batch.counts.received + 1,
             generated_tokens=batch.counts.generated_tokens + num_tokens,
         )
-        if rollout.logprob_mode != LOGPROB_MODE_PROCESSED:
+        is_training = batch.key.purpose == PURPOSE_TRAIN
+        if is_training and rollout.logprob_mode != LOGPROB_MODE_PROCESSED:
             reason = "log-probs are not those of the sampled distribution"
             return self._drop(batch, key, "infrastructure", reason, num_tokens)
         age = 0
-        if batch.key.purpose == PURPOSE_TRAIN:
+        if is_training:
             try:
                 age = staleness(key.batch, (span.weight_version for span in rollout.version_spans))
             except ValueError as error:
@@ -356,7 +357,7 @@ def check_consistency(rollout: Rollout) -> None:
         raise RecordError(f"{num_tokens} tokens have {len(rollout.logprobs)} log-probs")
     if sum(spans) != num_tokens or min(spans) < 1:
         raise RecordError(f"{num_tokens} tokens have version spans of {spans} tokens")
-    if not all(math.isfinite(logprob) for logprob in rollout.logprobs):
+    if rollout.id.purpose == PURPOSE_TRAIN and not all(math.isfinite(logprob) for logprob in rollout.logprobs):
         raise RecordError("a log-prob is not finite")
     if rollout.finish_reason == FINISH_REASON_UNSPECIFIED:
         raise RecordError("it does not say why it ended")

@@ -1,10 +1,9 @@
 """How idle the generators are, and what weight traffic costs: from what scheduler and weights_svc report. Pure."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from streamrl.v1.scheduler_pb2 import INSTANCE_STATE_DEAD, GetFleetResponse
-from streamrl.v1.weights_pb2 import AcknowledgeRequest, ListVersionsResponse
+from streamrl.v1.weights_pb2 import ListVersionsResponse
 from trainer_svc.figures import mean
 
 
@@ -56,11 +55,6 @@ def fleet_size_figures(fleet: GetFleetResponse) -> dict[str, float]:
     }
 
 
-def dead_letters(fleet: GetFleetResponse) -> int:
-    """Records that the scheduler or an instance could not handle."""
-    return int(fleet.dead_letters)
-
-
 def weight_figures(versions: ListVersionsResponse) -> dict[str, float]:
     """Traffic so far, and how the instances' last switches went."""
     acknowledged = [receiver.acknowledged for receiver in versions.receivers if receiver.HasField("acknowledged")]
@@ -80,18 +74,3 @@ def weight_figures(versions: ListVersionsResponse) -> dict[str, float]:
             "mismatch/canary_abs_diff_max": max(one.canary_abs_diff_max for one in scored),
         }
     return figures
-
-
-CANARY_ALARM_NATS = {"float32": 0.01, "bfloat16": 0.25}
-"""By `model.dtype`: a mean canary difference above this is no rounding, but other weights or another distribution."""
-
-
-def canary_alarms(acknowledged: Iterable[AcknowledgeRequest], dtype: str) -> list[str]:
-    """A sentence for each instance whose canaries disagree with the trainer's."""
-    limit = CANARY_ALARM_NATS[dtype]
-    return [
-        f"{one.receiver} scores the canaries of version {one.weight_version} {one.canary_abs_diff_mean:.3g} nats away "
-        f"from the trainer (at most {one.canary_abs_diff_max:.3g}; up to {limit:g} is rounding)"
-        for one in acknowledged
-        if one.canary_num_tokens > 0 and not one.canary_abs_diff_mean <= limit
-    ]

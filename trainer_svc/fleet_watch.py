@@ -13,7 +13,7 @@ from streamrl.v1.scheduler_pb2 import GetFleetRequest, GetFleetResponse
 from streamrl.v1.scheduler_pb2_grpc import SchedulerServiceStub
 from streamrl.v1.weights_pb2 import ListVersionsRequest, ListVersionsResponse
 from streamrl.v1.weights_pb2_grpc import WeightsServiceStub
-from trainer_svc.fleet_figures import BusyMeter, canary_alarms, fleet_size_figures, weight_figures
+from trainer_svc.fleet_figures import BusyMeter, fleet_size_figures, weight_figures
 
 logger = logging.getLogger(__name__)
 
@@ -23,20 +23,16 @@ _INTERVAL_S = 2.0
 class FleetWatch:
     """The newest state of fleet and weights, and figures over time."""
 
-    def __init__(
-        self, *, run_id: str, scheduler_address: str, weights_address: str, dtype: str, deadline_s: float
-    ) -> None:
+    def __init__(self, *, run_id: str, scheduler_address: str, weights_address: str, deadline_s: float) -> None:
         self._run_id = run_id
         self._scheduler_address = scheduler_address
         self._weights_address = weights_address
-        self._dtype = dtype
         self._deadline_s = deadline_s
         self._lock = threading.Lock()
         self._fleet = GetFleetResponse()
         self._versions = ListVersionsResponse()
         self._meter = BusyMeter()
         self._counting = False
-        self._alarmed: set[tuple[str, int]] = set()
         self._ask = threading.Event()
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="fleet-watch", daemon=True)
@@ -119,12 +115,3 @@ class FleetWatch:
             return
         with self._lock:
             self._versions = versions
-        self._alarm(versions)
-
-    def _alarm(self, versions: ListVersionsResponse) -> None:
-        for receiver in versions.receivers:
-            loaded = receiver.receiver, receiver.acknowledged.weight_version
-            if loaded not in self._alarmed:
-                self._alarmed.add(loaded)
-                for sentence in canary_alarms([receiver.acknowledged], self._dtype):
-                    logger.warning("%s", sentence)

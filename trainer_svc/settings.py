@@ -54,6 +54,8 @@ class TrainerSection(Section):
     """Orders micro-batches by identity and waits for a whole batch first: the same samples give the same bits."""
     checkpoint_every: Annotated[int, Field(ge=0)] = 0
     """Iterations between checkpoints; 0: only when the run ends or is stopped."""
+    keep_checkpoints: PositiveInt = 2
+    """How many of the newest checkpoints stay on disk."""
     no_progress_s: PositiveFloat = 900.0
     """The run fails when nothing arrives, trains or is published for so long."""
 

@@ -7,20 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from trainer_svc.lineage import Lineage
 from trainer_svc.rollout_counts import RolloutCounts
 
 RunStatus = Literal["completed", "stopped", "failed"]
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationResult:
-    """One evaluation of one weight version."""
-
-    weight_version: int
-    accuracy: float
-    """Mean reward, 0 to 1."""
-    num_prompts: int
-    """Prompts that were answered."""
 
 
 @dataclass(frozen=True)
@@ -29,19 +19,12 @@ class RunTotals:
 
     run_id: str
     attempt: int
-    iterations: int
-    """Steps behind the final weights: their version."""
+    lineage: Lineage
     wall_s: float
     """From the first training prompt written to the last step, blocking evaluations apart."""
-    first_evaluation: EvaluationResult | None
-    last_evaluation: EvaluationResult | None
-    first_reward: float
-    last_reward: float
-    """Mean reward of the first and the last batch."""
     counts: RolloutCounts
     redispatched: int
     dead_letters: int
-    staleness_max: int
     idle_trainer: float
     idle_generator: float
     bytes_full: int
@@ -51,21 +34,23 @@ class RunTotals:
 
 
 def summarise(status: RunStatus, totals: RunTotals) -> dict[str, Any]:
-    """The summary of a run. Evaluations that never took place are 0 over 0 prompts."""
-    first, last, counts = totals.first_evaluation, totals.last_evaluation, totals.counts
+    """The summary of a run. Evaluations that never took place are 0 over 0 prompts; an accuracy
+    outside 0 to 1, which rewards of another scale can have, counts as the nearer end."""
+    lineage, counts = totals.lineage, totals.counts
+    first, last = lineage.first_evaluation, lineage.last_evaluation
     return {
         "status": status,
         "run_id": totals.run_id,
-        "iterations": totals.iterations,
+        "iterations": lineage.iteration,
         "wall_s": totals.wall_s,
         "samples_per_s": _rate(counts.trained, totals.wall_s),
         "tokens_per_s": _rate(counts.generated_tokens, totals.wall_s),
         "eval": {
-            "first": first.accuracy if first else 0.0,
-            "last": last.accuracy if last else 0.0,
+            "first": _share(first.accuracy) if first else 0.0,
+            "last": _share(last.accuracy) if last else 0.0,
             "num_prompts": last.num_prompts if last else 0,
         },
-        "reward": {"first": totals.first_reward, "last": totals.last_reward},
+        "reward": {"first": lineage.first_reward or 0.0, "last": lineage.last_reward or 0.0},
         "rollouts": {
             "expected": counts.expected,
             "received": counts.received,
@@ -75,10 +60,10 @@ def summarise(status: RunStatus, totals: RunTotals) -> dict[str, Any]:
             "redispatched": totals.redispatched,
             "dead_letters": totals.dead_letters,
         },
-        "staleness_max": totals.staleness_max,
+        "staleness_max": lineage.staleness_max,
         "idle": {"trainer": _share(totals.idle_trainer), "generator": _share(totals.idle_generator)},
         "weights": {
-            "version": totals.iterations,
+            "version": lineage.iteration,
             "bytes_full": totals.bytes_full,
             "bytes_sent": totals.bytes_sent,
         },

@@ -1,0 +1,123 @@
+"""All ranks as one learner: rank 0 decides and says what comes next, the others follow.
+
+Every method of `Learner` but `follow` is called by rank 0 alone. It first tells the other ranks, which sit in `follow`,
+and then all do the same; so they make the same passes in the same order, however samples arrive. While there is nothing
+to do rank 0 says so now and then, so that a dead rank is noticed.
+"""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from trainer_svc.checkpoint import save_checkpoint
+from trainer_svc.losses import Aggregation
+from trainer_svc.microbatches import TrainSample, collate, cut, deal, decode, empty_micro_batch, encode
+from trainer_svc.policy import Policy, StepStats
+from trainer_svc.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+
+class Learner:
+    """Policy and ranks behind a few verbs."""
+
+    def __init__(self, policy: Policy, ranks: Ranks, *, aggregation: Aggregation, micro_batch_tokens: int) -> None:
+        self._policy = policy
+        self._ranks = ranks
+        self._aggregation = aggregation
+        self._micro_batch_tokens = micro_batch_tokens
+
+    @property
+    def num_ranks(self) -> int:
+        return self._ranks.world_size
+
+    def accumulate(self, samples: Sequence[TrainSample]) -> None:
+        """Adds the samples' un-normalised gradients, in micro-batches dealt to the ranks."""
+        micro_batches = [collate(group, self._aggregation) for group in cut(samples, self._micro_batch_tokens)]
+        for round_ in deal(micro_batches, self.num_ranks, empty_micro_batch()):
+            if self.num_ranks > 1:
+                self._say("accumulate", {}, [encode(micro_batch) for micro_batch in round_])
+            self._policy.accumulate(round_[0])
+
+    def step(self, global_count: float) -> StepStats:
+        """One optimizer step with the gradients since the last one, divided by the batch's count."""
+        self._say("step", {"global_count": global_count})
+        return self._policy.step(global_count)
+
+    def weights(self) -> list[tuple[str, Tensor]]:
+        """CPU copies of all tensors, by name."""
+        self._say("weights")
+        return list(self._policy.weights())
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs of every token but the first of each sequence, before temperature."""
+        self._say("score", {"sequences": [list(sequence) for sequence in sequences]})
+        return self._policy.score(sequences)
+
+    def save(self, folder: Path, *, attempt: int, iteration: int, state: Mapping[str, Any], keep: int) -> Path:
+        """Makes a checkpoint of weights, optimizer, random states and `state`; returns its folder."""
+        facts = {"attempt": attempt, "iteration": iteration, "keep": keep}
+        self._say("save", {"folder": str(folder), **facts})
+        return self._save(folder, state=state, **facts)
+
+    def idle(self) -> None:
+        """Nothing yet. Raises ServiceDiedError when a rank has ended."""
+        self._say("idle")
+
+    def end(self) -> None:
+        """Lets the other ranks go."""
+        self._say("end")
+
+    def follow(self) -> None:
+        """What every rank but 0 does: as it is told, until the end."""
+        while True:
+            task, facts, payloads = _unpack(self._ranks.broadcast_bytes(None))
+            match task:
+                case "accumulate":
+                    self._policy.accumulate(decode(payloads[self._ranks.rank]))
+                case "step":
+                    self._policy.step(facts["global_count"])
+                case "weights":
+                    for _ in self._policy.weights():
+                        pass
+                case "score":
+                    self._policy.score(facts["sequences"])
+                case "save":
+                    self._save(Path(facts.pop("folder")), state={}, **facts)
+                case "end":
+                    return
+
+    def _save(self, folder: Path, *, attempt: int, iteration: int, state: Mapping[str, Any], keep: int) -> Path:
+        return save_checkpoint(
+            folder,
+            attempt=attempt,
+            iteration=iteration,
+            policy=self._policy,
+            state=state,
+            keep=keep,
+            ranks=self._ranks,
+        )
+
+    def _say(self, task: str, facts: Mapping[str, Any] | None = None, payloads: Sequence[bytes] = ()) -> None:
+        if self.num_ranks > 1:
+            self._ranks.broadcast_bytes(_pack(task, facts or {}, payloads))
+
+
+def _pack(task: str, facts: Mapping[str, Any], payloads: Sequence[bytes]) -> bytes:
+    header = json.dumps({"task": task, "facts": facts, "sizes": [len(payload) for payload in payloads]})
+    return b"\n".join([header.encode(), b"".join(payloads)])
+
+
+def _unpack(message: bytes) -> tuple[str, dict[str, Any], list[bytes]]:
+    header, _, body = message.partition(b"\n")
+    said = json.loads(header)
+    payloads = []
+    start = 0
+    for size in said["sizes"]:
+        payloads.append(body[start : start + size])
+        start += size
+    return said["task"], said["facts"], payloads
