@@ -6,7 +6,7 @@ It keeps the books and decides nothing: when a sample may begin is version_gate.
 import enum
 from bisect import insort
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from generator_svc.sample import Sample
 from streamrl.identity import BatchKey, SampleKey
@@ -40,6 +40,7 @@ class AssignmentQueue:
         self._waiting: list[Sample] = []
         self._waiting_by_key: dict[SampleKey, Sample] = {}
         self._running: dict[SampleKey, Sample] = {}
+        self._dispatches: dict[SampleKey, int] = {}
         self._running_batches: Counter[BatchKey] = Counter()
         self._num_pinned_running = 0
         self._ended: OrderedDict[SampleKey, tuple[int, _End]] = OrderedDict()
@@ -59,7 +60,7 @@ class AssignmentQueue:
         return len(self._running)
 
     @property
-    def running_batches(self) -> Iterable[BatchKey]:
+    def running_batches(self) -> Collection[BatchKey]:
         """The batches that a running sample belongs to."""
         return self._running_batches.keys()
 
@@ -72,16 +73,21 @@ class AssignmentQueue:
 
         Returns:
             False when it was revoked before it came: it is given back. A sample that is known already, by a record that
-            was read twice, changes nothing.
+            was read twice, changes nothing; one that is dispatched here again while it is here goes on as the later
+            dispatch.
         """
         key = sample.key
+        if key in self._waiting_by_key or key in self._running:
+            self._dispatches[key] = max(self._dispatches[key], sample.dispatch)
+            return True
         ended_dispatch, _ = self._ended.get(key, (0, None))
-        if key in self._waiting_by_key or key in self._running or sample.dispatch <= ended_dispatch:
+        if sample.dispatch <= ended_dispatch:
             return True
         if key in self._revoked_early:
             self._revoked_early.remove(key)
             self._end(sample, _End.GIVEN_BACK)
             return False
+        self._dispatches[key] = sample.dispatch
         insort(self._waiting, sample, key=lambda waiting: waiting.priority)
         self._waiting_by_key[key] = sample
         return True
@@ -96,10 +102,14 @@ class AssignmentQueue:
             self._running_batches[sample.batch_key] += 1
             self._num_pinned_running += sample.is_pinned
 
-    def finish(self, sample: Sample) -> None:
-        """The rollout of a running sample is sent."""
+    def finish(self, sample: Sample) -> int:
+        """The rollout of a running sample is sent.
+
+        Returns:
+            The dispatch that it answers.
+        """
         self._stop(sample)
-        self._end(sample, _End.SENT)
+        return self._end(sample, _End.SENT)
 
     def revoke(self, key: SampleKey) -> Revocation:
         """The scheduler wants a sample back. Repeating it is harmless."""
@@ -140,8 +150,10 @@ class AssignmentQueue:
         if not self._running_batches[sample.batch_key]:
             del self._running_batches[sample.batch_key]
 
-    def _end(self, sample: Sample, end: _End) -> None:
-        self._ended[sample.key] = (sample.dispatch, end)
+    def _end(self, sample: Sample, end: _End) -> int:
+        dispatch = self._dispatches.pop(sample.key, sample.dispatch)
+        self._ended[sample.key] = (dispatch, end)
         self._ended.move_to_end(sample.key)
         if len(self._ended) > _ENDED_REMEMBERED:
             self._ended.popitem(last=False)
+        return dispatch

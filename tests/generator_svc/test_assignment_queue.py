@@ -90,3 +90,13 @@ def test_a_record_read_twice_changes_nothing() -> None:
     assert not queue.waiting
     queue.add(make_sample(0, dispatch=2))
     assert len(queue.waiting) == 1
+
+
+def test_a_sample_that_is_dispatched_again_while_it_runs_answers_the_later_dispatch() -> None:
+    queue = AssignmentQueue()
+    sample = make_sample(0)
+    queue.add(sample)
+    queue.start([sample])
+    assert queue.add(make_sample(0, dispatch=2)) is True
+    assert not queue.waiting
+    assert queue.finish(sample) == 2
