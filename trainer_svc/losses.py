@@ -120,7 +120,8 @@ TOKEN_LOSSES: Mapping[str, TokenLoss] = {"grpo": grpo_token_loss}
 def approximate_kl(logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
     """KL(behaviour || current), a token, by the k3 estimator: r - 1 - ln r, never negative (Schulman 2020)."""
     log_ratio = (logprobs - behaviour_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    return log_ratio.exp() - 1 - log_ratio
+    # expm1: near 0 the rest of exp(x) - 1 - x would be rounding.
+    return (log_ratio.expm1() - log_ratio).clamp_min(0.0)
 
 
 def policy_loss(

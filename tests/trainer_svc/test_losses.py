@@ -1,0 +1,168 @@
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer_svc import losses
+from trainer_svc.losses import (
+    AGGREGATIONS,
+    MAX_NAMES,
+    SUM_NAMES,
+    approximate_kl,
+    grpo_token_loss,
+    policy_loss,
+    token_logprobs,
+)
+
+
+def _reference_logprobs(logits, targets, temperature):
+    return torch.log_softmax(logits / temperature, dim=-1).gather(-1, targets[..., None]).squeeze(-1)
+
+
+@pytest.mark.parametrize("chunk_elements", [1, 30, 1 << 22])
+def test_token_logprobs_and_their_gradient_are_those_of_log_softmax(monkeypatch, chunk_elements):
+    monkeypatch.setattr(losses, "_CHUNK_ELEMENTS", chunk_elements)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 5, 11, dtype=torch.float64, generator=generator, requires_grad=True)
+    targets = torch.randint(0, 11, (3, 5), generator=generator)
+    logprobs, entropies = token_logprobs(logits, targets, temperature=0.7)
+    reference = _reference_logprobs(logits, targets, 0.7)
+    torch.testing.assert_close(logprobs, reference, rtol=0, atol=1e-12)
+    distribution = torch.distributions.Categorical(logits=logits.detach() / 0.7)
+    torch.testing.assert_close(entropies, distribution.entropy(), rtol=0, atol=1e-12)
+    assert not entropies.requires_grad
+    weights = torch.randn(3, 5, dtype=torch.float64, generator=generator)
+    (gradient,) = torch.autograd.grad((logprobs * weights).sum(), logits)
+    (expected,) = torch.autograd.grad((reference * weights).sum(), logits)
+    torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12)
+
+
+def test_bfloat16_logits_are_normalised_in_float32():
+    logits = (torch.randn(4, 1000, generator=torch.Generator().manual_seed(0)) * 5).bfloat16()
+    targets = torch.arange(4)
+    logprobs, entropies = token_logprobs(logits, targets, temperature=1.0)
+    assert logprobs.dtype == entropies.dtype == torch.float32
+    torch.testing.assert_close(logprobs, _reference_logprobs(logits.float(), targets, 1.0), rtol=0, atol=1e-5)
+
+
+def test_a_token_that_cannot_be_drawn_adds_nothing_to_the_entropy():
+    logits = torch.tensor([[0.0, 0.0, -math.inf]])
+    _, entropies = token_logprobs(logits, torch.tensor([0]), temperature=1.0)
+    assert entropies.item() == pytest.approx(math.log(2))
+
+
+def test_inside_the_clip_range_the_gradient_is_the_policy_gradient():
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    advantages = torch.tensor([0.5, -0.5])
+    grpo_token_loss(logprobs, logprobs.detach(), advantages, 0.2).sum().backward()
+    torch.testing.assert_close(logprobs.grad, -advantages)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "moves"), [(1.3, 1.0, False), (1.3, -1.0, True), (0.7, -1.0, False), (0.7, 1.0, True)]
+)
+def test_a_token_stops_moving_when_it_has_moved_too_far_in_the_wanted_direction(ratio, advantage, moves):
+    logprobs = torch.tensor([math.log(ratio)], requires_grad=True)
+    grpo_token_loss(logprobs, torch.zeros(1), torch.tensor([advantage]), 0.2).sum().backward()
+    assert bool(logprobs.grad.abs() > 0) == moves
+
+
+def test_an_extreme_ratio_stays_finite():
+    loss = grpo_token_loss(torch.tensor([0.0]), torch.tensor([-1e4]), torch.tensor([-1.0]), 0.2)
+    assert torch.isfinite(loss).all()
+
+
+@given(st.floats(-5, 5))
+def test_the_kl_estimate_is_never_negative(difference):
+    kl = approximate_kl(torch.tensor(difference, dtype=torch.float64), torch.tensor(0.0, dtype=torch.float64)).item()
+    assert kl >= 0
+    assert kl == pytest.approx(math.expm1(difference) - difference, abs=1e-12)
+
+
+def _micro_batch_loss(logprobs, behaviour, advantages, weights, own):
+    return policy_loss(
+        grpo_token_loss, logprobs, torch.ones_like(logprobs), behaviour, advantages, weights, own, clip=0.2
+    )
+
+
+def test_padding_adds_nothing_even_where_the_model_says_nonsense():
+    logprobs = torch.tensor([[-1.0, -1e30]], requires_grad=True)
+    weights = torch.tensor([[1.0, 0.0]])
+    own = torch.tensor([[True, True]])
+    loss, sums, maxima = _micro_batch_loss(logprobs, torch.tensor([[-1.1, 0.0]]), torch.tensor([2.0]), weights, own)
+    loss.backward()
+    named = dict(zip(SUM_NAMES, sums.tolist(), strict=True))
+    assert named["num_tokens"] == named["num_own_tokens"] == 1
+    assert named["abs_diff"] == pytest.approx(0.1, abs=1e-6)
+    assert maxima.tolist() == pytest.approx([0.1, 0.1], abs=1e-6)
+    assert logprobs.grad[0, 1] == 0
+    assert logprobs.grad[0, 0] == pytest.approx(-2.0 * math.exp(0.1), abs=1e-5)
+
+
+def test_mismatch_is_counted_apart_for_tokens_of_the_own_version():
+    logprobs, behaviour = torch.tensor([[-1.0, -2.0, -3.0]]), torch.tensor([[-1.001, -2.5, -3.0]])
+    own = torch.tensor([[True, False, True]])
+    _, sums, maxima = _micro_batch_loss(logprobs, behaviour, torch.tensor([1.0]), torch.ones(1, 3), own)
+    named = dict(zip(SUM_NAMES, sums.tolist(), strict=True)) | dict(zip(MAX_NAMES, maxima.tolist(), strict=True))
+    assert named["num_own_tokens"] == 2
+    assert named["own_abs_diff"] == pytest.approx(0.001, abs=1e-6)
+    assert named["own_abs_diff_max"] == pytest.approx(0.001, abs=1e-6)
+    assert named["abs_diff_max"] == pytest.approx(0.5, abs=1e-6)
+
+
+def test_the_clip_fraction_counts_only_tokens_whose_gradient_is_cut():
+    logprobs = torch.log(torch.tensor([[1.3, 1.3], [0.7, 0.7]]))
+    advantages = torch.tensor([1.0, 1.0])
+    _, sums, _ = _micro_batch_loss(logprobs, torch.zeros(2, 2), advantages, torch.ones(2, 2), torch.ones(2, 2).bool())
+    assert dict(zip(SUM_NAMES, sums.tolist(), strict=True))["clipped"] == 2
+
+
+@pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
+@given(data=st.data())
+def test_any_cut_into_micro_batches_has_the_gradient_of_the_whole_batch(aggregation, data):
+    """In float64, of a softmax policy with one shared table of logits, at 1e-9."""
+    rule = AGGREGATIONS[aggregation]
+    seed = data.draw(st.integers(0, 2**31))
+    lengths = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=8))
+    order = data.draw(st.permutations(range(len(lengths))))
+    boundaries = data.draw(st.lists(st.integers(1, max(1, len(lengths) - 1)), unique=True, max_size=4))
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.randn(max(lengths), 7, dtype=torch.float64, generator=generator)
+    targets = [torch.randint(0, 7, (length,), generator=generator) for length in lengths]
+    behaviour = [-torch.rand(length, dtype=torch.float64, generator=generator) * 3 for length in lengths]
+    advantages = torch.randn(len(lengths), dtype=torch.float64, generator=generator)
+    count = sum(rule.count(length) for length in lengths)
+
+    def gradient(cuts):
+        parameters = table.clone().requires_grad_()
+        for rows in cuts:
+            width = max(lengths[row] for row in rows)
+            padded_targets = torch.zeros(len(rows), width, dtype=torch.int64)
+            padded_behaviour = torch.zeros(len(rows), width, dtype=torch.float64)
+            weights = torch.zeros(len(rows), width, dtype=torch.float64)
+            for index, row in enumerate(rows):
+                padded_targets[index, : lengths[row]] = targets[row]
+                padded_behaviour[index, : lengths[row]] = behaviour[row]
+                weights[index, : lengths[row]] = rule.token_weight(lengths[row])
+            logits = parameters[:width].expand(len(rows), width, 7)
+            logprobs, _ = token_logprobs(logits, padded_targets, temperature=0.8)
+            loss, _, _ = _micro_batch_loss(logprobs, padded_behaviour, advantages[list(rows)], weights, weights > 0)
+            loss.backward()
+        return parameters.grad / count
+
+    edges = [0, *sorted(boundaries), len(lengths)]
+    cuts = [order[start:end] for start, end in itertools.pairwise(edges) if end > start]
+    torch.testing.assert_close(gradient(cuts), gradient([range(len(lengths))]), rtol=0, atol=1e-9)
+
+
+def test_token_mean_and_sequence_mean_divide_as_their_names_say():
+    lengths = [2, 8]
+    token_losses = [[1.0] * 2, [3.0] * 8]
+    means = {}
+    for name, rule in AGGREGATIONS.items():
+        total = sum(rule.token_weight(len(values)) * sum(values) for values in token_losses)
+        means[name] = total / sum(rule.count(length) for length in lengths)
+    assert means == pytest.approx({"token_mean": 2.6, "sequence_mean": 2.0})

@@ -1,0 +1,117 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer_svc.losses import AGGREGATIONS
+from trainer_svc.microbatches import (
+    TrainSample,
+    collate,
+    cut,
+    deal,
+    decode,
+    empty_micro_batch,
+    encode,
+    loss_count,
+)
+
+_TOKEN_MEAN, _SEQUENCE_MEAN = AGGREGATIONS["token_mean"], AGGREGATIONS["sequence_mean"]
+
+
+def _sample(index, prompt_length, answer_length, advantage=1.0):
+    return TrainSample(
+        identity=(0, index, 0),
+        prompt_token_ids=[1] * prompt_length,
+        answer_token_ids=list(range(10, 10 + answer_length)),
+        behaviour_logprobs=[-float(token) for token in range(1, answer_length + 1)],
+        advantage=advantage,
+        own_version=[token % 2 == 0 for token in range(answer_length)],
+    )
+
+
+_SAMPLES = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 60)), min_size=1, max_size=40).map(
+    lambda sizes: [_sample(index, *size) for index, size in enumerate(sizes)]
+)
+
+
+@given(_SAMPLES, st.integers(1, 200))
+def test_a_cut_holds_every_sample_once_within_the_budget(samples, budget):
+    micro_batches = cut(samples, budget)
+    assert sorted(sample.identity for part in micro_batches for sample in part) == [
+        sample.identity for sample in samples
+    ]
+    for part in micro_batches:
+        padded = len(part) * max(sample.num_tokens for sample in part)
+        assert padded <= budget or len(part) == 1
+
+
+@given(_SAMPLES, st.integers(1, 200), st.randoms())
+def test_a_cut_does_not_depend_on_the_order_of_arrival(samples, budget, random):
+    shuffled = list(samples)
+    random.shuffle(shuffled)
+    assert cut(shuffled, budget) == cut(samples, budget)
+
+
+@given(_SAMPLES, st.integers(1, 200))
+def test_neighbours_are_alike_and_every_micro_batch_but_the_last_is_full(samples, budget):
+    micro_batches = cut(samples, budget)
+    lengths = [sample.num_tokens for part in micro_batches for sample in part]
+    assert lengths == sorted(lengths, reverse=True)
+    for part in micro_batches[:-1]:
+        assert (len(part) + 1) * part[0].num_tokens > budget
+
+
+def test_a_budget_below_one_token_is_refused():
+    with pytest.raises(ValueError, match="micro_batch_tokens"):
+        cut([_sample(0, 1, 1)], 0)
+
+
+@given(st.lists(st.integers()), st.integers(1, 5))
+def test_every_rank_gets_as_many_micro_batches(micro_batches, num_ranks):
+    rounds = deal(micro_batches, num_ranks, empty=None)
+    assert all(len(dealt) == num_ranks for dealt in rounds)
+    assert [part for dealt in rounds for part in dealt if part is not None] == micro_batches
+    assert len(rounds) == -(-len(micro_batches) // num_ranks)
+
+
+def test_collated_tensors_line_up_with_the_tokens_they_are_of():
+    samples = [_sample(0, 3, 2, advantage=0.5), _sample(1, 2, 5, advantage=-1.0)]
+    micro_batch = collate(samples, _TOKEN_MEAN)
+    assert micro_batch.token_ids.tolist() == [[1, 1, 1, 10, 11, 0, 0], [1, 1, 10, 11, 12, 13, 14]]
+    assert micro_batch.first_target == 2
+    assert micro_batch.weights.tolist() == [[0, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
+    assert micro_batch.behaviour_logprobs.tolist() == [[0, -1, -2, 0, 0], [-1, -2, -3, -4, -5]]
+    assert micro_batch.own_version.tolist() == [[False, True, False, False, False], [True, False, True, False, True]]
+    assert micro_batch.advantages.tolist() == [0.5, -1.0]
+
+
+@given(_SAMPLES)
+def test_weights_of_a_sample_add_up_to_what_its_aggregation_counts(samples):
+    for aggregation in (_TOKEN_MEAN, _SEQUENCE_MEAN):
+        weights = collate(samples, aggregation).weights.sum(dim=1)
+        counts = [loss_count([sample], aggregation) for sample in samples]
+        torch.testing.assert_close(weights, torch.tensor(counts), rtol=1e-6, atol=1e-6)
+
+
+def test_the_empty_micro_batch_weighs_nothing():
+    assert empty_micro_batch().weights.sum() == 0
+
+
+def test_a_micro_batch_survives_the_way_to_another_rank():
+    micro_batch = collate([_sample(0, 3, 2), _sample(1, 2, 5)], _SEQUENCE_MEAN)
+    arrived = decode(encode(micro_batch))
+    assert arrived.first_target == micro_batch.first_target
+    for name, tensor in micro_batch.tensors().items():
+        assert torch.equal(arrived.tensors()[name], tensor)
+        assert arrived.tensors()[name].dtype == tensor.dtype
+
+
+@pytest.mark.parametrize(("logprobs", "marks"), [([-1.0], [True, True]), ([-1.0, -1.0], [True])])
+def test_a_sample_whose_parts_differ_in_length_is_refused(logprobs, marks):
+    with pytest.raises(ValueError, match="as many"):
+        TrainSample((0, 0, 0), [1], [2, 3], logprobs, 1.0, marks)
+
+
+def test_a_sample_without_an_answer_is_refused():
+    with pytest.raises(ValueError, match="at least one token"):
+        TrainSample((0, 0, 0), [1], [], [], 1.0, [])
