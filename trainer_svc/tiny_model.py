@@ -125,7 +125,22 @@ _TOKEN_IDS = {word: index for index, word in enumerate(VOCABULARY)}
 
 
 def warm_start(seed: int) -> "Qwen2ForCausalLM":
-    """Makes the model and trains it on demonstrations, with progress in the log. Leaves torch's random state alone."""
+    """Makes the model and trains it on demonstrations, with progress in the log.
+
+    Leaves torch's random state alone and works on one thread: a second one hardly helps a model of this size, and the
+    two would wait for each other at every step while engines are starting on the same cores.
+    """
+    import torch
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _imitate_the_clerk(seed)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _imitate_the_clerk(seed: int) -> "Qwen2ForCausalLM":
     import torch
     from transformers import Qwen2ForCausalLM
 

@@ -1,0 +1,115 @@
+"""Which prompts come next: a shuffled walk over the data set that can be continued exactly.
+
+Pure: the state is a value, and drawing returns the next one. So a checkpoint keeps the state that belongs to the last
+trained batch although later batches have been drawn already. Reading the prompts is data.py's work.
+"""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class CursorState:
+    """Where the walk stands.
+
+    Every epoch has an order of its own, derived from seed and epoch alone. `position` counts how far that order has
+    been looked through; `deferred` holds prompts that were looked at and put off, since they were in the batch already
+    (which can happen only where a batch reaches over the end of an epoch). They come first in the next draw.
+    """
+
+    seed: int
+    num_prompts: int
+    epoch: int = 0
+    position: int = 0
+    deferred: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_prompts < 1:
+            raise ValueError(f"a prompt cursor needs at least one prompt, got {self.num_prompts}")
+        if self.seed < 0 or self.epoch < 0 or not 0 <= self.position <= self.num_prompts:
+            raise ValueError(f"not a state of a prompt cursor over {self.num_prompts} prompts: {self}")
+        if any(not 0 <= index < self.num_prompts for index in self.deferred):
+            raise ValueError(f"a prompt cursor over {self.num_prompts} prompts cannot put off {self.deferred}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a checkpoint."""
+        return {
+            "seed": self.seed,
+            "num_prompts": self.num_prompts,
+            "epoch": self.epoch,
+            "position": self.position,
+            "deferred": list(self.deferred),
+        }
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any], num_prompts: int) -> "CursorState":
+        """The state a checkpoint holds, for a data set of so many prompts.
+
+        Raises:
+            ValueError: it was saved over another number of prompts, or is damaged.
+        """
+        expected = {"seed", "num_prompts", "epoch", "position", "deferred"}
+        if set(values) != expected:
+            raise ValueError(f"prompt cursor: expected the keys {sorted(expected)}, got {sorted(values)}")
+        if values["num_prompts"] != num_prompts:
+            raise ValueError(
+                f"the data set has {num_prompts} prompts and the checkpoint was made with {values['num_prompts']}: "
+                "resume with the same data, or start a new run from the checkpoint's model"
+            )
+        return cls(**{**values, "deferred": tuple(values["deferred"])})
+
+
+def draw(state: CursorState, count: int) -> tuple[list[int], CursorState]:
+    """The next prompts, and the state after them.
+
+    Every epoch covers each prompt exactly once, whatever the sizes of the draws. No prompt comes twice in one draw
+    unless the draw is larger than the data set; then each comes equally often, give or take one.
+
+    Args:
+        count: how many, 1 or more; larger than the data set is allowed.
+
+    Returns:
+        Indices into the data set, in order; and the state to draw from next.
+    """
+    if count < 1:
+        raise ValueError(f"expected to draw at least one prompt, got {count}")
+    drawn: list[int] = []
+    in_this_draw: set[int] = set()
+    while len(drawn) < count:
+        index, state = _next_not_in(state, in_this_draw)
+        drawn.append(index)
+        in_this_draw.add(index)
+        if len(in_this_draw) == state.num_prompts:
+            in_this_draw.clear()
+    return drawn, state
+
+
+def _next_not_in(state: CursorState, avoided: set[int]) -> tuple[int, CursorState]:
+    """The first prompt left in the epoch that is not avoided; a new epoch begins when none is left at all.
+
+    There always is one: what is avoided came from the epoch before (then this one still holds all the others) or from
+    this epoch (then it is not left in it).
+    """
+    if not state.deferred and state.position == state.num_prompts:
+        state = CursorState(state.seed, state.num_prompts, epoch=state.epoch + 1)
+    for place, index in enumerate(state.deferred):
+        if index not in avoided:
+            return index, replace(state, deferred=state.deferred[:place] + state.deferred[place + 1 :])
+    order = _order(state.seed, state.epoch, state.num_prompts)
+    put_off: list[int] = []
+    for position in range(state.position, state.num_prompts):
+        index = int(order[position])
+        if index not in avoided:
+            return index, replace(state, position=position + 1, deferred=(*state.deferred, *put_off))
+        put_off.append(index)
+    raise AssertionError(f"no prompt left to draw: {state}")
+
+
+@lru_cache(maxsize=4)
+def _order(seed: int, epoch: int, num_prompts: int) -> npt.NDArray[np.int64]:
+    """The order of one epoch: a permutation of 0 to num_prompts - 1."""
+    return np.random.default_rng([seed, epoch]).permutation(num_prompts)
