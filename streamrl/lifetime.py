@@ -9,11 +9,14 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+
+from streamrl import tied_exec
 
 ORPHAN_GRACE_S = 6.0
 """A process whose parent died has this long for an orderly end, whatever it was promised for other ends."""
@@ -56,21 +59,19 @@ def spawn(
         log: file that its standard output and error are appended to; None: inherited.
         env: whole environment; None: inherited.
     """
-    parent_pid = os.getpid()
     output: IO[bytes] | None = None
     if log is not None:
         log.parent.mkdir(parents=True, exist_ok=True)
         output = log.open("ab")
     try:
         return subprocess.Popen(
-            list(command),
+            [sys.executable, "-I", "-S", tied_exec.__file__, str(os.getpid()), str(int(with_signal)), *command],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             env=env,
             cwd=cwd,
             start_new_session=True,
-            preexec_fn=lambda: die_with_parent(parent_pid, with_signal),
         )
     finally:
         if output is not None:

@@ -1,15 +1,20 @@
-"""Tensor data on the wire: how it is cut into chunks, and how a chunk is encoded with one copy.
+"""Tensor data on the wire: how it is cut into chunks, and how chunks are encoded with one copy and decoded with none.
 
-Protobuf's own encoder copies the data of a chunk three times with the interpreter's lock held, which halves the rate of
-a stream. What `encode_*` returns is byte for byte what the generated classes write and read; only senders use it.
+Protobuf's own classes copy the data of a chunk several times with the interpreter's lock held, which halves the rate of
+a stream. These functions write what the generated classes read, and read what those write; either end may use either.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from google.protobuf.message import DecodeError
+
 from streamrl.v1.weights_pb2 import FetchResponse, PublishRequest, TensorChunk
 
 _LENGTH_DELIMITED = 2
+_TENSOR_INDEX_TAG = TensorChunk.TENSOR_INDEX_FIELD_NUMBER << 3
+_OFFSET_TAG = TensorChunk.OFFSET_FIELD_NUMBER << 3
+_DATA_TAG = TensorChunk.DATA_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 
 
 class Stretch(NamedTuple):
@@ -19,6 +24,10 @@ class Stretch(NamedTuple):
     offset: int
     """Byte position inside the tensor."""
     num_bytes: int
+
+
+_LARGEST = Stretch(tensor_index=2**31 - 1, offset=2**63 - 1, num_bytes=2**31 - 1)
+"""Above these lie negative numbers, which the generated classes read."""
 
 
 def cut(
@@ -50,15 +59,55 @@ def encode_fetch_response(stretch: Stretch, data: bytes | memoryview) -> bytes:
     return _encode(FetchResponse.CHUNK_FIELD_NUMBER, stretch, data)
 
 
+def decode_publish_request(message: bytes) -> PublishRequest | tuple[Stretch, memoryview]:
+    """The chunk that a serialised PublishRequest carries, its data a view of the message; or the request, when it is
+    another part.
+
+    Raises:
+        ValueError: the message cannot be read.
+    """
+    chunk = _decode_chunk(memoryview(message), PublishRequest.CHUNK_FIELD_NUMBER)
+    if chunk is not None:
+        return chunk
+    try:
+        request = PublishRequest.FromString(message)
+    except DecodeError as error:
+        raise ValueError(f"a message of {len(message)} bytes is no PublishRequest: {error}") from error
+    if request.HasField("chunk"):  # its fields in another order than anybody writes them
+        data = memoryview(request.chunk.data)
+        return Stretch(request.chunk.tensor_index, request.chunk.offset, len(data)), data
+    return request
+
+
 def _encode(field_number: int, stretch: Stretch, data: bytes | memoryview) -> bytes:
-    """A message whose one field is a TensorChunk: the fields of a message may come in any order, the data last."""
+    """A message whose one field is a TensorChunk."""
     position = TensorChunk(tensor_index=stretch.tensor_index, offset=stretch.offset).SerializeToString()
-    before_data = position + _tag(TensorChunk.DATA_FIELD_NUMBER) + _varint(len(data))
-    return b"".join((_tag(field_number), _varint(len(before_data) + len(data)), before_data, data))
+    before_data = position + _varint(_DATA_TAG) + _varint(len(data))
+    tag = _varint(field_number << 3 | _LENGTH_DELIMITED)
+    return b"".join((tag, _varint(len(before_data) + len(data)), before_data, data))
 
 
-def _tag(field_number: int) -> bytes:
-    return _varint(field_number << 3 | _LENGTH_DELIMITED)
+def _decode_chunk(message: memoryview, field_number: int) -> tuple[Stretch, memoryview] | None:
+    """The chunk of a message as `_encode` writes it, and the generated classes do: the data comes last. None when the
+    message looks otherwise."""
+    if len(message) == 0 or message[0] != (field_number << 3 | _LENGTH_DELIMITED):
+        return None
+    try:
+        num_chunk_bytes, at = _read_varint(message, 1)
+        if at + num_chunk_bytes != len(message):
+            return None
+        numbers = {_TENSOR_INDEX_TAG: 0, _OFFSET_TAG: 0}
+        while message[at] in numbers:
+            numbers[message[at]], at = _read_varint(message, at + 1)
+        if message[at] != _DATA_TAG:
+            return None
+        num_bytes, at = _read_varint(message, at + 1)
+    except IndexError:
+        return None
+    stretch = Stretch(numbers[_TENSOR_INDEX_TAG], numbers[_OFFSET_TAG], num_bytes)
+    if at + num_bytes != len(message) or any(number > most for number, most in zip(stretch, _LARGEST, strict=True)):
+        return None
+    return stretch, message[at:]
 
 
 def _varint(value: int) -> bytes:
@@ -68,3 +117,15 @@ def _varint(value: int) -> bytes:
         value >>= 7
     encoded.append(value)
     return bytes(encoded)
+
+
+def _read_varint(message: memoryview, at: int) -> tuple[int, int]:
+    """A number, and where the message goes on. Raises IndexError at the message's end."""
+    value, shift = 0, 0
+    while True:
+        byte = message[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7

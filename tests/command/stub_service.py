@@ -1,0 +1,172 @@
+"""A stand-in for any of the four services, for tests of what the command does with their processes.
+
+It speaks the services' contract with the command (arguments, exit codes, error files, summary, status over gRPC) and
+does no work. The environment variable STUB says, by instance, how it behaves:
+    check_error     --check refuses with this message
+    exit_code       it ends with this code, with `error` in its error file
+    after_s         seconds before it does so (0: before it registers)
+    deaf            it never notices SIGTERM
+    child           it leaves a child of its own running
+    iteration_s     trainer: seconds of an iteration
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from streamrl import lifetime
+from streamrl.rpc.channel import open_aio_channel
+from streamrl.rpc.server import Server
+from streamrl.v1 import scheduler_pb2, scheduler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+
+
+def main(service: str) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("settings", type=Path)
+    parser.add_argument("--instance", default=service)
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args()
+    settings = json.loads(arguments.settings.read_text())
+    behaviour: dict[str, Any] = json.loads(os.environ.get("STUB", "{}")).get(arguments.instance, {})
+    if arguments.check:
+        if "check_error" in behaviour:
+            sys.stderr.write(json.dumps({"kind": "bad_input", "message": behaviour["check_error"]}) + "\n")
+            sys.exit(2)
+        return
+    folder = Path(settings["run"]["dir"], settings["run"]["id"])
+    (folder / "services").mkdir(exist_ok=True)
+    sys.exit(asyncio.run(_serve(service, arguments.instance, settings, folder, behaviour)))
+
+
+async def _serve(service: str, instance: str, settings: dict[str, Any], folder: Path, behaviour: dict[str, Any]) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    lifetime.on_termination(lambda: loop.call_soon_threadsafe(stop.set), grace_s=60.0)
+    if behaviour.get("deaf"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    if behaviour.get("child"):
+        child = subprocess.Popen(["sleep", "1000"])
+        (folder / "services" / f"{instance}.child").write_text(str(child.pid))
+    if "exit_code" in behaviour and not behaviour.get("after_s"):
+        return _end(instance, folder, behaviour)
+    if service == "trainer":
+        return await _train(settings, folder, stop, behaviour)
+    if service == "scheduler":
+        await _Fleet().serve(settings, stop)
+    elif service == "generator":
+        await _register(instance, settings)
+    if "exit_code" in behaviour:
+        await asyncio.sleep(behaviour["after_s"])
+        return _end(instance, folder, behaviour)
+    await stop.wait()
+    return 0
+
+
+def _end(instance: str, folder: Path, behaviour: dict[str, Any]) -> int:
+    if "error" in behaviour:
+        report = {"kind": "EngineDiedError", "message": behaviour["error"]}
+        (folder / "services" / f"{instance}.error.json").write_text(json.dumps(report))
+    return int(behaviour["exit_code"])
+
+
+class _Fleet(scheduler_pb2_grpc.SchedulerServiceServicer):
+    def __init__(self) -> None:
+        self._instances: dict[str, scheduler_pb2.Instance] = {}
+
+    async def serve(self, settings: dict[str, Any], stop: asyncio.Event) -> None:
+        server = Server(
+            "streamrl.v1.SchedulerService",
+            lambda raw: scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, raw),
+        )
+        await server.serve(settings["rpc"]["scheduler_address"])
+        await stop.wait()
+        await server.stop()
+
+    async def Register(self, request: Any, context: Any) -> Any:
+        self._instances[request.instance] = scheduler_pb2.Instance(
+            instance=request.instance,
+            address="127.0.0.1:1234",
+            pid=request.pid,
+            state=scheduler_pb2.INSTANCE_STATE_LIVE,
+            heartbeat=scheduler_pb2.HeartbeatRequest(running=3, waiting=2, weight_version=1),
+        )
+        return scheduler_pb2.RegisterResponse(incarnation=1)
+
+    async def GetFleet(self, request: Any, context: Any) -> Any:
+        return scheduler_pb2.GetFleetResponse(instances=self._instances.values(), waits=["batch 4 waits for version 3"])
+
+
+async def _register(instance: str, settings: dict[str, Any]) -> None:
+    async with open_aio_channel(settings["rpc"]["scheduler_address"]) as channel:
+        stub: Any = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        await stub.Register(
+            scheduler_pb2.RegisterRequest(instance=instance, pid=os.getpid()), timeout=20, wait_for_ready=True
+        )
+
+
+class _Trainer(trainer_pb2_grpc.TrainerServiceServicer):
+    def __init__(self, run_id: str, num_iterations: int) -> None:
+        self.stop = asyncio.Event()
+        self.status = trainer_pb2.TrainerServiceGetStatusResponse(
+            run_id=run_id, pid=os.getpid(), state="training", num_iterations=num_iterations
+        )
+
+    async def GetStatus(self, request: Any, context: Any) -> Any:
+        return self.status
+
+    async def Stop(self, request: Any, context: Any) -> Any:
+        self.stop.set()
+        return trainer_pb2.TrainerServiceStopResponse()
+
+
+async def _train(settings: dict[str, Any], folder: Path, stop: asyncio.Event, behaviour: dict[str, Any]) -> int:
+    run_id, num_iterations = settings["run"]["id"], settings["trainer"]["num_iterations"]
+    trainer = _Trainer(run_id, num_iterations)
+
+    def register(raw: grpc.aio.Server) -> None:
+        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(trainer, raw)
+
+    server = Server("streamrl.v1.TrainerService", register)
+    await server.serve(settings["rpc"]["trainer_address"])
+    while trainer.status.iteration < num_iterations and not trainer.stop.is_set() and not stop.is_set():
+        await asyncio.sleep(behaviour.get("iteration_s", 0.1))
+        trainer.status.iteration += 1
+        trainer.status.metrics["reward/mean"] = 0.5
+        if "exit_code" in behaviour and trainer.status.iteration * behaviour["iteration_s"] >= behaviour["after_s"]:
+            return _end("trainer", folder, behaviour)
+    done = trainer.status.iteration == num_iterations
+    summary = summary_of(run_id, "completed" if done else "stopped", trainer.status.iteration)
+    (folder / "summary.json").write_text(json.dumps(summary))
+    await server.stop()
+    return 0
+
+
+def summary_of(run_id: str, status: str, iterations: int) -> dict[str, Any]:
+    """A summary with every key."""
+    dropped = dict.fromkeys(("stale", "abandoned", "truncated", "deadline", "infrastructure", "filtered"), 0)
+    rollouts = {"expected": 8, "received": 8, "trained": 8, "duplicate": 0, "redispatched": 0, "dead_letters": 0}
+    return {
+        "status": status,
+        "run_id": run_id,
+        "iterations": iterations,
+        "wall_s": 1.0,
+        "samples_per_s": 8.0,
+        "tokens_per_s": 80.0,
+        "eval": {"first": 0.25, "last": 0.75, "num_prompts": 4},
+        "reward": {"first": 0.25, "last": 0.5},
+        "rollouts": rollouts | {"dropped": dropped},
+        "staleness_max": 1,
+        "idle": {"trainer": 0.5, "generator": 0.25},
+        "weights": {"version": iterations, "bytes_full": 100, "bytes_sent": 100},
+        "attempts": 1,
+        "mlflow": {"tracking_uri": "sqlite:///mlflow.db", "run_id": "abc"},
+        "report": None,
+    }

@@ -1,0 +1,265 @@
+"""`streamrl run` as a process tree: real command, real broker, stand-ins for the services."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(120)
+
+SLOW_RUN: dict[str, Any] = {"trainer": {"iteration_s": 0.2}}
+
+
+def _training(place: Any) -> bool:
+    """Whether both generators have registered and the trainer trains, as `streamrl status` sees it."""
+    if not (place.run_folder / "run.json").exists():
+        return False
+    status = place.call("status", "r", "--json").result
+    versions = [service["weight_version"] for service in status["services"] if service["service"] == "generator"]
+    return status["iteration"] is not None and status["iteration"] > 0 and versions == [1, 1]
+
+
+def _wait_until_training(place: Any) -> None:
+    place.eventually(lambda: _training(place), timeout_s=60)
+
+
+def test_a_run_ends_with_one_line_and_leaves_no_process(place: Any) -> None:
+    done = place.ended(place.start_run())
+    assert done.exit_code == 0, done.stderr
+    assert done.result["status"] == "completed"
+    assert done.result["iterations"] == 5
+    assert place.processes() == []
+    record = json.loads((place.run_folder / "run.json").read_text())
+    assert (record["status"], record["services"]) == ("completed", [])
+    assert (place.folder / "runs" / "latest").resolve() == place.run_folder
+    assert "broker ready" in done.stderr and "iterations" in done.stderr
+
+
+def test_the_resolved_settings_are_final_and_private(place: Any) -> None:
+    place.ended(place.start_run("--set", "kafka.client.sasl.password=secret"))
+    file = place.run_folder / "settings.json"
+    settings = json.loads(file.read_text())
+    assert file.stat().st_mode & 0o077 == 0
+    assert Path(settings["run"]["dir"]).is_absolute()
+    assert settings["kafka"]["bootstrap_servers"].startswith("127.0.0.1:")
+    for name in ("trainer_address", "scheduler_address", "weights_address"):
+        assert not settings["rpc"][name].endswith(":0")
+
+
+def test_a_killed_generator_is_started_again_and_the_run_completes(place: Any) -> None:
+    run = place.start_run("--set", "trainer.num_iterations=40", stub=SLOW_RUN)
+    _wait_until_training(place)
+    first = place.pid_of("generator-1")
+    os.kill(first, signal.SIGKILL)
+    place.eventually(lambda: "generator-1" in _instances(place) and place.pid_of("generator-1") != first)
+    done = place.ended(run)
+    assert done.exit_code == 0, done.stderr
+    assert "generator-1 died (killed by signal SIGKILL): starting it again" in done.stderr
+
+
+def _instances(place: Any) -> set[str]:
+    return {service["instance"] for service in json.loads((place.run_folder / "run.json").read_text())["services"]}
+
+
+def test_a_generator_that_keeps_dying_fails_the_run(place: Any) -> None:
+    stub = {"trainer": {"iteration_s": 0.5}, "generator-0": {"exit_code": 1, "after_s": 0.5, "error": "out of memory"}}
+    done = place.ended(
+        place.start_run("--set", "run.max_restarts=1", "--set", "trainer.num_iterations=1000", stub=stub)
+    )
+    assert done.exit_code == 1
+    assert done.result["error"]["kind"] == "ServiceDiedError"
+    assert "generator-0 died 2 times" in done.result["error"]["message"]
+    assert "out of memory" in done.result["error"]["message"]
+    assert place.processes() == []
+
+
+def test_a_generator_that_cannot_start_fails_the_run_with_its_own_error(place: Any) -> None:
+    stub = {"trainer": {"iteration_s": 0.5}, "generator-0": {"exit_code": 1, "error": "no such architecture: Qwen9"}}
+    done = place.ended(place.start_run("--set", "trainer.num_iterations=1000", stub=stub))
+    assert done.exit_code == 1
+    assert "generator-0 could not start: no such architecture: Qwen9" in done.result["error"]["message"]
+    assert place.processes() == []
+    assert json.loads((place.run_folder / "run.json").read_text())["status"] == "failed"
+
+
+def test_a_service_that_refuses_its_settings_fails_the_run_as_bad_input(place: Any) -> None:
+    stub = {"trainer": {"exit_code": 2, "error": "field 'question' is missing from data.jsonl"}}
+    done = place.ended(place.start_run(stub=stub))
+    assert done.exit_code == 2
+    assert done.result["error"] == {"kind": "bad_input", "message": "field 'question' is missing from data.jsonl"}
+
+
+def test_a_service_that_is_not_started_again_ends_the_run(place: Any) -> None:
+    run = place.start_run("--set", "trainer.num_iterations=1000", stub=SLOW_RUN)
+    _wait_until_training(place)
+    os.kill(place.pid_of("scheduler"), signal.SIGKILL)
+    done = place.ended(run)
+    assert done.exit_code == 1
+    assert "scheduler ended: killed by signal SIGKILL" in done.result["error"]["message"]
+    assert place.processes() == []
+
+
+def test_a_broker_that_dies_ends_the_run(place: Any) -> None:
+    run = place.start_run("--set", "trainer.num_iterations=1000", stub=SLOW_RUN)
+    _wait_until_training(place)
+    os.kill(place.pid_of("broker"), signal.SIGKILL)
+    done = place.ended(run)
+    assert done.exit_code == 1
+    assert "the embedded broker ended (killed by signal SIGKILL)" in done.result["error"]["message"]
+    assert place.processes() == []
+
+
+def test_ctrl_c_stops_at_the_end_of_the_iteration(place: Any) -> None:
+    run = place.start_run("--set", "trainer.num_iterations=1000", stub=SLOW_RUN)
+    _wait_until_training(place)
+    run.send_signal(signal.SIGINT)
+    done = place.ended(run)
+    assert done.exit_code == 130
+    assert done.result["status"] == "stopped"
+    assert 0 < done.result["iterations"] < 1000
+    assert place.processes() == []
+
+
+def test_a_second_ctrl_c_stops_at_once(place: Any) -> None:
+    stub = {"trainer": {"iteration_s": 1000}}
+    run = place.start_run(stub=stub)
+    place.eventually(lambda: (place.run_folder / "run.json").exists() and "generator-1" in _instances(place))
+    run.send_signal(signal.SIGINT)
+    assert run.stderr is not None
+    while "asked to stop" not in run.stderr.readline():
+        pass
+    run.send_signal(signal.SIGINT)
+    done = place.ended(run)
+    assert done.exit_code == 130
+    assert done.result["status"] == "stopped"
+    assert place.processes() == []
+
+
+def test_whatever_a_service_leaves_behind_is_ended(place: Any) -> None:
+    done = place.ended(place.start_run(stub={"generator-0": {"child": True}}))
+    assert done.exit_code == 0
+    assert (place.run_folder / "services" / "generator-0.child").exists()
+    assert place.processes() == []
+
+
+def test_everything_ends_when_the_command_is_killed(place: Any) -> None:
+    # One generator is busy in native code and never runs its handler of SIGTERM.
+    stub = {"trainer": {"iteration_s": 0.2}, "generator-1": {"deaf": True}}
+    run = place.start_run("--set", "trainer.num_iterations=1000", stub=stub)
+    _wait_until_training(place)
+    assert len(place.processes()) >= 7
+    run.send_signal(signal.SIGKILL)
+    run.communicate()
+    place.eventually(lambda: place.processes() == [], timeout_s=20)
+    status = place.call("status", "r", "--json").result
+    assert (status["state"], status["services"]) == ("dead", [])
+
+
+def test_bad_settings_are_told_before_anything_starts(place: Any) -> None:
+    done = place.call("run", "job.toml", "--json", "--set", "trainer.num_iteration=3", STREAMRL_GENERATOR__TOP_P="0.9")
+    assert done.exit_code == 2
+    message = done.result["error"]["message"]
+    assert "did you mean trainer.num_iterations?" in message and "generator.top_p is 0.9" in message
+    assert not (place.folder / "runs").exists()
+
+
+def test_what_a_services_check_finds_is_told_before_anything_starts(place: Any) -> None:
+    stub = {"trainer": {"check_error": "data.train: no such file x.jsonl"}}
+    done = place.ended(place.start_run(stub=stub))
+    assert done.exit_code == 2
+    assert done.result["error"]["message"] == "data.train: no such file x.jsonl"
+    assert not (place.folder / "runs").exists()
+
+
+def test_a_port_in_use_is_told_before_anything_starts(place: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        done = place.ended(place.start_run("--set", f"rpc.weights_address=127.0.0.1:{port}"))
+    assert done.exit_code == 2
+    assert f"port {port} is in use" in done.result["error"]["message"]
+    assert not (place.folder / "runs").exists()
+
+
+def test_a_broker_that_does_not_answer_is_told_before_anything_starts(place: Any) -> None:
+    done = place.ended(place.start_run("--set", "kafka.bootstrap_servers=127.0.0.1:9"))
+    assert done.exit_code == 1
+    assert done.result["error"]["kind"] == "BrokerUnavailableError"
+    assert "127.0.0.1:9" in done.result["error"]["message"]
+    assert not (place.folder / "runs").exists()
+
+
+def test_a_run_is_never_overwritten(place: Any) -> None:
+    assert place.ended(place.start_run()).exit_code == 0
+    done = place.ended(place.start_run())
+    assert done.exit_code == 2
+    assert "run r exists already" in done.result["error"]["message"]
+    assert place.call("status", "r", "--json").result["state"] == "completed"
+
+
+def test_a_dry_run_shows_settings_without_secrets_and_starts_nothing(place: Any) -> None:
+    done = place.ended(place.start_run("--dry-run", "--set", "kafka.client.sasl.password=secret"))
+    assert done.exit_code == 0
+    assert done.result["settings"]["trainer"]["num_iterations"] == 5
+    assert done.result["not_checked"]
+    assert "secret" not in done.stdout + done.stderr
+    assert not (place.folder / "runs").exists()
+
+
+def test_status_names_every_service(place: Any) -> None:
+    run = place.start_run("--set", "trainer.num_iterations=1000", stub=SLOW_RUN)
+    _wait_until_training(place)
+    status = place.call("status", "--json").result
+    assert (status["run_id"], status["state"]) == ("r", "running")
+    services = {service["instance"]: service for service in status["services"]}
+    assert set(services) == {"broker", "trainer", "scheduler", "weights", "generator-0", "generator-1"}
+    assert services["generator-0"] | {"pid": 0} == {
+        "service": "generator",
+        "instance": "generator-0",
+        "pid": 0,
+        "address": "127.0.0.1:1234",
+        "weight_version": 1,
+        "running": 3,
+        "waiting": 2,
+    }
+    shown = place.call("status").stdout
+    assert "generator-1" in shown and "batch 4 waits for version 3" in shown
+    run.send_signal(signal.SIGTERM)
+    assert place.ended(run).exit_code == 130
+
+
+def test_stop_waits_for_the_end_of_the_run(place: Any) -> None:
+    run = place.start_run("--set", "trainer.num_iterations=1000", stub=SLOW_RUN)
+    _wait_until_training(place)
+    done = place.call("stop", "--json")
+    assert done.exit_code == 0
+    assert done.result["state"] == "stopped"
+    assert place.processes() == []
+    assert place.ended(run).exit_code == 130
+    assert "was over already" in place.call("stop", "--json").result["message"]
+
+
+def test_stop_now_does_not_wait_for_the_iteration(place: Any) -> None:
+    run = place.start_run(stub={"trainer": {"iteration_s": 1000}})
+    place.eventually(lambda: (place.run_folder / "run.json").exists() and "generator-1" in _instances(place))
+    assert place.call("stop", "--now", "--json").result["state"] == "stopped"
+    assert place.ended(run).exit_code == 130
+    assert place.processes() == []
+
+
+def test_a_record_with_a_reused_process_id_harms_nobody(place: Any) -> None:
+    assert place.ended(place.start_run()).exit_code == 0
+    with subprocess.Popen(["sleep", "1000"]) as innocent:
+        record = json.loads((place.run_folder / "run.json").read_text())
+        record |= {"status": "running", "process": {"pid": innocent.pid, "start_ticks": 1}}
+        record["services"] = [
+            {"service": "trainer", "instance": "trainer", "address": "", "process": record["process"]}
+        ]
+        (place.run_folder / "run.json").write_text(json.dumps(record))
+        assert place.call("stop", "r", "--json").result["state"] == "dead"
+        assert innocent.poll() is None
+        innocent.kill()
