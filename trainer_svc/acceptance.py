@@ -3,7 +3,7 @@
 The rules:
 * A sample has one outcome. The first usable copy of it decides; later ones are counted as duplicates.
 * A rollout that failed, or contradicts itself, is rejected: the sample is still wanted, and is generated again.
-* A rollout that is too stale, or whose log-probs are of another distribution, is dropped for good.
+* A rollout that is too stale, has no reward, or has log-probs of another distribution, is dropped for good.
 * A group is settled when each of its samples has an outcome; only then are there advantages.
 * Whatever comes, in whatever order, of a closed batch expected = trained + dropped.
 
@@ -25,6 +25,7 @@ from streamrl.v1.sample_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFI
 from streamrl.v1.scheduler_pb2 import OUTCOME_ACCEPTED, OUTCOME_DROPPED, OUTCOME_REJECTED, SampleOutcome
 from trainer_svc.advantages import ADVANTAGES, TRAINS_TRUNCATED, rewards_are_equal
 from trainer_svc.microbatches import TrainSample
+from trainer_svc.rewards import RewardError
 from trainer_svc.rollout_counts import DropReason, RolloutCounts
 
 
@@ -36,7 +37,7 @@ class PromptOfGroup(Protocol):
 
 
 Score = Callable[[Any, Sequence[int], bool], float]
-"""Reward of (prompt, answer's token ids, whether the answer is truncated)."""
+"""Reward of (prompt, answer's token ids, whether the answer is truncated). May raise RewardError."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,18 @@ class BatchIntake:
     def complete(self) -> bool:
         """Every sample has an outcome."""
         return not self.open_groups
+
+    @property
+    def reward_mean(self) -> float | None:
+        """Of all accepted answers; None: there are none."""
+        rewards = [answer.reward for answer in self.answers.values()]
+        return math.fsum(rewards) / len(rewards) if rewards else None
+
+    @property
+    def trained_staleness_max(self) -> int:
+        """The largest staleness among samples that take part in the step."""
+        trained = (self.answers[SampleKey(self.key.purpose, *sample.identity)] for sample in self.trained)
+        return max((answer.staleness for answer in trained), default=0)
 
     def holds(self, key: SampleKey) -> bool:
         return 0 <= key.group < len(self.prompts) and 0 <= key.sample < self.samples_per_prompt
@@ -263,12 +276,17 @@ class Acceptance:
                 return self._drop(batch, key, "stale", reason, num_tokens)
         truncated = rollout.finish_reason == FINISH_REASON_LENGTH
         token_ids = list(rollout.token_ids)
+        try:
+            reward = self._score(batch.prompts[key.group], token_ids, truncated)
+        except RewardError as error:
+            # Not a reward of 0; and the same answer would fail again.
+            return self._drop(batch, key, "infrastructure", str(error), num_tokens)
         batch.answers[key] = Answer(
             key=key,
             token_ids=token_ids,
             logprobs=list(rollout.logprobs),
             versions=[(span.weight_version, span.num_tokens) for span in rollout.version_spans],
-            reward=self._score(batch.prompts[key.group], token_ids, truncated),
+            reward=reward,
             truncated=truncated,
             staleness=age,
             instance=rollout.instance,

@@ -17,6 +17,7 @@ class TrainerStatus:
     waits_for: str = ""
     iteration: int = 0
     weight_version: int = -1
+    waiting_rollouts: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -67,29 +68,37 @@ class TrainerControl:
             self._paused_until_s = 0.0
             self._changed.notify_all()
 
-    def wait_while_paused(self) -> float:
-        """Returns when there is no pause, or a stop is asked for; the seconds that it took."""
-        started_s = time.monotonic()
+    def paused(self) -> bool:
+        with self._changed:
+            return self._paused_until_s > time.monotonic()
+
+    def wait_while_paused(self) -> None:
+        """Returns when there is no pause, or a stop is asked for."""
         with self._changed:
             while self._stop_asked_s is None and (remaining := self._paused_until_s - time.monotonic()) > 0:
                 self._status = replace(self._status, state="paused", waits_for="")
                 self._changed.wait(remaining)
-        return time.monotonic() - started_s
 
-    def show(self, state: State, waits_for: str = "") -> None:
+    def show(self, state: State, waits_for: str = "", waiting_rollouts: int = 0) -> None:
         """What the loop does now."""
         with self._changed:
-            self._status = replace(self._status, state=state, waits_for=waits_for)
+            self._status = replace(self._status, state=state, waits_for=waits_for, waiting_rollouts=waiting_rollouts)
 
-    def show_iteration(self, iteration: int, weight_version: int, metrics: Mapping[str, float]) -> None:
-        """Finished iterations, the version they made, and the latest figures; earlier ones of other names stay."""
+    def show_version(self, weight_version: int) -> None:
+        """The newest version that was published, or is being so."""
         with self._changed:
-            self._status = replace(
-                self._status,
-                iteration=iteration,
-                weight_version=weight_version,
-                metrics={**self._status.metrics, **metrics},
-            )
+            self._status = replace(self._status, weight_version=weight_version)
+
+    def show_iteration(self, iteration: int, figures: Mapping[str, float]) -> None:
+        """Finished iterations, and the figures of the last one."""
+        with self._changed:
+            self._status = replace(self._status, iteration=iteration)
+        self.show_figures(figures)
+
+    def show_figures(self, figures: Mapping[str, float]) -> None:
+        """Newer figures; earlier ones of other names stay."""
+        with self._changed:
+            self._status = replace(self._status, metrics={**self._status.metrics, **figures})
 
     def status(self) -> TrainerStatus:
         with self._changed:

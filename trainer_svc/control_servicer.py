@@ -1,7 +1,6 @@
 """TrainerService: status and control of the training loop over gRPC."""
 
 import os
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import grpc
@@ -23,13 +22,11 @@ class ControlServicer(TrainerServiceServicer):
         run_id: str,
         attempt: int,
         num_iterations: int,
-        waiting_rollouts: Callable[[], int],
     ) -> None:
         self._control = control
         self._run_id = run_id
         self._attempt = attempt
         self._num_iterations = num_iterations
-        self._waiting_rollouts = waiting_rollouts
 
     async def GetStatus(
         self, request: messages.TrainerServiceGetStatusRequest, context: Context
@@ -44,7 +41,7 @@ class ControlServicer(TrainerServiceServicer):
             iteration=status.iteration,
             num_iterations=self._num_iterations,
             weight_version=status.weight_version,
-            waiting_rollouts=self._waiting_rollouts(),
+            waiting_rollouts=status.waiting_rollouts,
             metrics=status.metrics,
         )
 

@@ -1,4 +1,4 @@
-"""Evaluations of weight versions by the fleet: greedy answers to the same held-out prompts, each of exactly one version.
+"""Evaluations of weight versions by the fleet: greedy answers to held-out prompts, each of exactly one.
 
 When an evaluation is waited for is the training loop's and its pacing's decision.
 """

@@ -96,7 +96,7 @@ def batch_figures(batch: "BatchIntake") -> dict[str, float]:
     rewards = [answer.reward for answer in answers]
     lengths = sorted(len(answer.token_ids) for answer in answers)
     ages = [answer.staleness for answer in answers]
-    reward_mean = mean(rewards)
+    reward_mean = batch.reward_mean or 0.0
     return figures | {
         "reward/mean": reward_mean,
         "reward/std": math.sqrt(mean((reward - reward_mean) ** 2 for reward in rewards)),

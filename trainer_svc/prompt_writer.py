@@ -1,13 +1,14 @@
 """Writes topic `prompts`: the prompts of each batch, closed by a count, at most max_staleness + 1 batches ahead."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from streamrl.identity import PURPOSE_EVALUATION, PURPOSE_TRAIN, BatchKey
 from streamrl.kafka.producer import RecordProducer
 from streamrl.v1.records_pb2 import BatchEnd, Prompt, PromptRecord, RunEnd
 from streamrl.v1.sample_pb2 import SamplingSettings
+from trainer_svc.prompt_cursor import CursorState, draw
 
 
 class DrawnPrompt(Protocol):
@@ -19,15 +20,6 @@ class DrawnPrompt(Protocol):
 
     @property
     def token_ids(self) -> Sequence[int]: ...
-
-
-class Cursor(Protocol):
-    """Draws training prompts in an order that can be taken up again."""
-
-    def draw(self, count: int) -> Sequence[DrawnPrompt]: ...
-
-    def state(self) -> dict[str, Any]:
-        """Whatever draws the same prompts again from here."""
 
 
 OpenBatch = Callable[[BatchKey, Sequence[DrawnPrompt], int], None]
@@ -54,13 +46,16 @@ class PromptWriter:
         *,
         attempt: int,
         shape: BatchShape,
-        cursor: Cursor,
+        prompts: Sequence[DrawnPrompt],
+        cursor: CursorState,
         sampling: SamplingSettings,
         open_batch: OpenBatch,
         first_batch: int = 0,
     ) -> None:
         """
         Args:
+            prompts: all training prompts.
+            cursor: from which the first batch is drawn.
             sampling: of training; evaluation is the same but greedy.
             first_batch: the first untrained one.
         """
@@ -68,6 +63,7 @@ class PromptWriter:
         self._topic = topic
         self._attempt = attempt
         self._shape = shape
+        self._prompts = prompts
         self._cursor = cursor
         self._sampling = sampling
         self._greedy = SamplingSettings()
@@ -75,16 +71,18 @@ class PromptWriter:
         self._greedy.temperature = 0.0
         self._open_batch = open_batch
         self._next_batch = first_batch
-        self._states: dict[int, Mapping[str, Any]] = {}
+        self._cursors: dict[int, CursorState] = {}
 
     def write_ahead(self, iteration: int) -> None:
         """Writes what is not written yet of the batches that may be under way while batch `iteration` is trained."""
         last = min(iteration + self._shape.max_staleness, self._shape.num_iterations - 1)
         while self._next_batch <= last:
-            self._states[self._next_batch] = self._cursor.state()
-            prompts = self._cursor.draw(self._shape.prompts_per_batch)
+            self._cursors[self._next_batch] = self._cursor
+            indices, self._cursor = draw(self._cursor, self._shape.prompts_per_batch)
             key = BatchKey(PURPOSE_TRAIN, self._next_batch)
-            self._write(key, prompts, self._shape.samples_per_prompt, self._sampling)
+            self._write(
+                key, [self._prompts[index] for index in indices], self._shape.samples_per_prompt, self._sampling
+            )
             self._next_batch += 1
 
     def write_evaluation(self, weight_version: int, prompts: Sequence[DrawnPrompt]) -> BatchKey:
@@ -97,10 +95,10 @@ class PromptWriter:
         """No further prompts will be written."""
         self._send(PromptRecord(run_end=RunEnd()))
 
-    def cursor_state(self, batch: int) -> Mapping[str, Any]:
-        """The cursor's state before a batch was drawn; batches before it are forgotten."""
-        self._states = {drawn: state for drawn, state in self._states.items() if drawn >= batch}
-        return self._states.get(batch) or self._cursor.state()
+    def cursor_before(self, batch: int) -> CursorState:
+        """What a batch was, or would be, drawn from; batches before it are forgotten."""
+        self._cursors = {drawn: cursor for drawn, cursor in self._cursors.items() if drawn >= batch}
+        return self._cursors.get(batch, self._cursor)
 
     def _write(
         self, key: BatchKey, prompts: Sequence[DrawnPrompt], num_samples: int, sampling: SamplingSettings

@@ -8,8 +8,8 @@ DropReason = Literal["stale", "abandoned", "truncated", "deadline", "infrastruct
 
 stale: a token older than max_staleness allows, or newer than the batch. abandoned: the scheduler gave it up after
 `scheduler.max_dispatches`. truncated: cut at max_tokens under `trainer.truncated = "mask"`. deadline: it took longer
-than it was given. infrastructure: its log-probs are not those of the sampled distribution. filtered: nothing is wrong
-with it, but its group cannot be trained without the samples that are missing.
+than it was given. infrastructure: its log-probs are not those of the sampled distribution, or a reward function failed
+on it. filtered: nothing is wrong with it, but its group cannot be trained without the samples that are missing.
 """
 
 DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)

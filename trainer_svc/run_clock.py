@@ -1,12 +1,23 @@
-"""Which time counts for throughput and idle shares, and how much of it the trainer waited."""
+"""Which time counts for throughput and idle shares, and how much of it the trainer waited.
+
+It counts from the first training prompt to the last step; blocking evaluations and pauses are left out. What happens
+after the last step so far belongs to the next iteration, and to nothing if there is none.
+"""
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    wall_s: float
+    wait_s: float
 
 
 class RunClock:
-    """Runs from the first training prompt to the last step; blocking evaluations and pauses are left out."""
+    """Counts while it is told to."""
 
     def __init__(self, wall_s: float = 0.0, wait_s: float = 0.0, now: Callable[[], float] = time.monotonic) -> None:
         """
@@ -17,52 +28,18 @@ class RunClock:
         self._wall_s = wall_s
         self._wait_s = wait_s
         self._since_s: float | None = None
-        self._stopped_wall_s = wall_s
-        self._stopped_wait_s = wait_s
-
-    def start(self) -> None:
-        """The first training prompt is about to be written."""
-        self._since_s = self._now()
-
-    def split(self) -> None:
-        """A step has ended: the time until here is that of trained iterations."""
-        self._stopped_wall_s = self.wall_s
-        self._stopped_wait_s = self._wait_s
+        self._last_step = self._step_before = _Times(wall_s, wait_s)
 
     @property
-    def running(self) -> bool:
+    def counting(self) -> bool:
         return self._since_s is not None
 
-    @property
-    def wall_s(self) -> float:
-        """Time that counts, until now."""
-        return self._wall_s + (self._now() - self._since_s if self._since_s is not None else 0.0)
-
-    @property
-    def trained_wall_s(self) -> float:
-        """Time that counts, until the last step."""
-        return self._stopped_wall_s
-
-    @property
-    def trained_wait_s(self) -> float:
-        """How much of it the trainer waited."""
-        return self._stopped_wait_s
-
-    @property
-    def idle_share(self) -> float:
-        """Share of the time until the last step in which the trainer waited."""
-        return self._stopped_wait_s / self._stopped_wall_s if self._stopped_wall_s > 0 else 0.0
-
-    @contextmanager
-    def excluded(self) -> Iterator[None]:
-        """The time of this block does not count."""
-        was_running = self.running
-        self._wall_s, self._since_s = self.wall_s, None
-        try:
-            yield
-        finally:
-            if was_running:
-                self._since_s = self._now()
+    def count(self, counting: bool) -> None:
+        """Whether the time from now on counts."""
+        now_s = self._now()
+        if self._since_s is not None:
+            self._wall_s += now_s - self._since_s
+        self._since_s = now_s if counting else None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -71,10 +48,36 @@ class RunClock:
         try:
             yield
         finally:
-            if self.running:
+            if self.counting:
                 self._wait_s += self._now() - started_s
+
+    def end_iteration(self) -> None:
+        """A step has ended, and with it its iteration."""
+        self.count(self.counting)
+        self._step_before, self._last_step = self._last_step, _Times(self._wall_s, self._wait_s)
+
+    @property
+    def wall_s(self) -> float:
+        """Of all iterations."""
+        return self._last_step.wall_s
 
     @property
     def wait_s(self) -> float:
-        """Time that the trainer waited, until now."""
-        return self._wait_s
+        """How much of it the trainer waited."""
+        return self._last_step.wait_s
+
+    @property
+    def idle_share(self) -> float:
+        """Of all iterations, 0 to 1."""
+        return min(1.0, self.wait_s / self.wall_s) if self.wall_s > 0 else 0.0
+
+    def iteration_figures(self, num_samples: int, num_tokens: int) -> dict[str, float]:
+        """Of the last iteration, in which so many samples were trained and so many tokens came."""
+        iteration_s = max(1e-9, self._last_step.wall_s - self._step_before.wall_s)
+        return {
+            "time/iteration_s": iteration_s,
+            "time/wait_s": self._last_step.wait_s - self._step_before.wait_s,
+            "throughput/samples_per_s": num_samples / iteration_s,
+            "throughput/tokens_per_s": num_tokens / iteration_s,
+            "idle/trainer": self.idle_share,
+        }

@@ -1,0 +1,376 @@
+"""The life of a run as the trainer sees it: a list of verbs, the same in every mode.
+
+What a mode changes is its pacing (trainer_svc/pacing.py); how many ranks there are is the learner's business. The loop
+runs in one thread of its own; everything that can wait without it does so in others.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from streamrl.errors import NoProgressError
+from streamrl.identity import PURPOSE_TRAIN, BatchKey
+from streamrl.spans import SpanLog
+from streamrl.v1.weights_pb2 import Canary, ModelFile
+from trainer_svc.acceptance import BatchIntake
+from trainer_svc.answer_table import AnswerTable
+from trainer_svc.collector import Collector
+from trainer_svc.control import TrainerControl
+from trainer_svc.evaluation import Evaluations
+from trainer_svc.figures import batch_figures, step_figures
+from trainer_svc.fleet_watch import FleetWatch
+from trainer_svc.learner import Learner
+from trainer_svc.lineage import Lineage, TrainerState
+from trainer_svc.losses import Aggregation
+from trainer_svc.microbatches import TrainSample, loss_count
+from trainer_svc.outcome_reporter import OutcomeReporter
+from trainer_svc.pacing import Pacing
+from trainer_svc.policy import StepStats
+from trainer_svc.prompt_writer import PromptWriter
+from trainer_svc.publisher import Publisher, Snapshot
+from trainer_svc.run_clock import RunClock
+from trainer_svc.run_log import RunLog
+
+logger = logging.getLogger(__name__)
+
+_LOOK_AROUND_S = 1.0
+"""While the loop waits it looks so often whether anything else has happened."""
+STOP_PATIENCE_S = 20.0
+"""A run that shall stop waits so long for the end of its iteration, then gives the iteration up: nothing is lost but
+its passes, for weights and optimizer change only in the step."""
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """The settings that the loop itself reads."""
+
+    attempt: int
+    num_iterations: int
+    checkpoint_every: int
+    keep_checkpoints: int
+    no_progress_s: float
+    checkpoint_folder: Path
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything that the loop speaks to."""
+
+    learner: Learner
+    aggregation: Aggregation
+    pacing: Pacing
+    writer: PromptWriter
+    collector: Collector
+    reporter: OutcomeReporter
+    evaluations: Evaluations
+    publisher: Publisher
+    watch: FleetWatch
+    run_log: RunLog
+    answer_table: AnswerTable
+    spans: SpanLog
+    control: TrainerControl
+    clock: RunClock
+    dead_letters: Callable[[], int]
+    """Records so far that a service could not handle."""
+
+
+class _StopAskedError(Exception):
+    """The run shall stop, and what the loop waits for will not come soon enough."""
+
+
+class TrainLoop:
+    """One run, or the rest of one."""
+
+    def __init__(
+        self,
+        settings: LoopSettings,
+        parts: Parts,
+        lineage: Lineage,
+        *,
+        model_files: Sequence[ModelFile],
+        canaries: Sequence[Sequence[int]],
+    ) -> None:
+        """
+        Args:
+            lineage: of the weights that the learner holds.
+            model_files: config and tokenizer, published with version 0.
+            canaries: token ids of fixed sequences, scored under every version.
+        """
+        self._settings = settings
+        self._parts = parts
+        self._lineage = lineage
+        self._model_files = model_files
+        self._canaries = canaries
+        self._progressed_s = time.monotonic()
+        self._figures: dict[str, float] = {}
+        self._saved_iteration = -1
+
+    def run(self) -> bool:
+        """Trains until the last iteration, or until the run is asked to stop.
+
+        Returns:
+            Whether all iterations are done.
+
+        Raises:
+            NoProgressError: nothing moved for `no_progress_s`.
+            StreamRLError: something that training needs has ended.
+        """
+        parts, lineage = self._parts, self._lineage
+        try:
+            self._publish()
+            self._evaluate_and_wait()
+            self._count_time(True)
+            while lineage.iteration < self._settings.num_iterations:
+                self._pause_if_asked()
+                self._stop_if_asked()
+                parts.writer.write_ahead(lineage.iteration)
+                batch, stats = self._learn()
+                self._publish()
+                self._log(batch, stats)
+                self._evaluate_if_due()
+                self._checkpoint_if_due()
+            parts.publisher.wait()
+            self._evaluate_and_wait()
+            completed = True
+        except _StopAskedError:
+            logger.info("stopping after iteration %d", lineage.iteration)
+            completed = False
+        parts.control.show("stopping")
+        self._count_time(False)
+        parts.writer.end_run()
+        self._checkpoint()
+        return completed
+
+    # Verbs of an iteration.
+
+    def _learn(self) -> tuple[BatchIntake, StepStats | None]:
+        """Gradients of a batch's samples as they come, then one step."""
+        parts, key = self._parts, BatchKey(PURPOSE_TRAIN, self._lineage.iteration)
+        train_s = 0.0
+        samples, complete = self._collect(key)
+        parts.pacing.before_training()
+        while True:
+            parts.control.show("training")
+            started_s = time.time()
+            if samples:
+                parts.learner.accumulate(samples)
+            if complete:
+                batch = parts.collector.close(key)
+                parts.reporter.close_batch(key)
+                stats = self._step(batch)
+            parts.spans.write("train", started_s, time.time(), batch=key.batch, weight_version=key.batch)
+            train_s += time.time() - started_s
+            if complete:
+                break
+            samples, complete = self._collect(key)
+        parts.clock.end_iteration()
+        self._progressed()
+        self._figures = {"time/train_s": train_s}
+        self._lineage.add_iteration(batch.reward_mean, batch.trained_staleness_max)
+        return batch, stats
+
+    def _step(self, batch: BatchIntake) -> StepStats | None:
+        if not batch.trained:
+            logger.warning("%s has nothing to train on: the weights stay as they are", batch.key)
+            return None
+        stats = self._parts.learner.step(loss_count(batch.trained, self._parts.aggregation))
+        if not stats.applied:
+            logger.warning("%s: the gradient is not finite, and the step changed nothing", batch.key)
+        return stats
+
+    def _publish(self) -> None:
+        """Copies the weights out and sends them in the background."""
+        parts, version = self._parts, self._lineage.iteration
+        parts.control.show("publishing")
+        started_s = time.monotonic()
+        tensors = parts.learner.weights()
+        scores = parts.learner.score(self._canaries) if self._canaries else []
+        self._figures["time/snapshot_s"] = time.monotonic() - started_s
+        snapshot = Snapshot(
+            weight_version=version,
+            tensors=tensors,
+            files=self._model_files if version == 0 else (),
+            canaries=[
+                Canary(token_ids=token_ids, logprobs=logprobs)
+                for token_ids, logprobs in zip(self._canaries, scores, strict=True)
+            ],
+        )
+        with parts.clock.waiting():
+            # Waits while the version before is unsent: at most one snapshot is.
+            parts.publisher.submit(snapshot)
+            if parts.pacing.waits_for_publication:
+                parts.publisher.wait()
+        self._progressed()
+        parts.control.show_version(version)
+        parts.pacing.before_generation()
+
+    def _log(self, batch: BatchIntake, stats: StepStats | None) -> None:
+        """The iteration's figures and some of its answers."""
+        parts, version = self._parts, self._lineage.iteration
+        figures = {
+            **self._figures,
+            **batch_figures(batch),
+            **(step_figures(stats) if stats is not None else {}),
+            **parts.clock.iteration_figures(batch.counts.trained, batch.counts.generated_tokens),
+            **parts.watch.figures(),
+            **self._count_figures(),
+        }
+        for publication in parts.publisher.take_publications():
+            figures["weights/publish_s"] = publication.publish_s
+            parts.spans.write(
+                "publish",
+                publication.started_s,
+                publication.started_s + publication.publish_s,
+                weight_version=publication.weight_version,
+            )
+        parts.run_log.figures(version, figures)
+        parts.run_log.rows(version, parts.answer_table.rows(version, batch))
+        parts.control.show_iteration(version, figures)
+        logger.info(
+            "iteration %d of %d: reward %.3f, %d trained, %.1f samples/s, idle: trainer %.0f %%, generators %.0f %%",
+            version,
+            self._settings.num_iterations,
+            figures.get("reward/mean", 0.0),
+            batch.counts.trained,
+            figures["throughput/samples_per_s"],
+            100 * figures["idle/trainer"],
+            100 * figures["idle/generator"],
+        )
+
+    def _evaluate_if_due(self) -> None:
+        version = self._lineage.iteration
+        self._take_evaluations()
+        if not self._parts.evaluations.is_due(version) or version == self._settings.num_iterations:
+            return
+        if self._parts.pacing.evaluations_block:
+            with self._parts.clock.waiting():
+                self._parts.publisher.wait()
+            self._evaluate_and_wait()
+        else:
+            self._parts.evaluations.begin(version)
+
+    def _evaluate_and_wait(self) -> None:
+        """Evaluates the present version, if it is due, and ends those under way, in time that does not count."""
+        parts, version = self._parts, self._lineage.iteration
+        was_counting = parts.clock.counting
+        self._count_time(False)
+        started_s = time.time()
+        if parts.evaluations.is_due(version):
+            parts.evaluations.begin(version)
+        while parts.evaluations.under_way():
+            parts.control.show(
+                "evaluating", f"answers of {parts.evaluations.under_way()[0]}: {parts.evaluations.progress()}"
+            )
+            self._take_evaluations(timeout_s=_LOOK_AROUND_S)
+            self._look_around()
+            self._stop_if_asked()
+        parts.spans.write("evaluate", started_s, time.time(), weight_version=version)
+        self._count_time(was_counting)
+
+    def _checkpoint_if_due(self) -> None:
+        every, iteration = self._settings.checkpoint_every, self._lineage.iteration
+        asked = self._parts.control.take_checkpoint_request()
+        if asked or (every > 0 and iteration % every == 0):
+            self._checkpoint()
+
+    def _checkpoint(self) -> None:
+        """Weights, optimizer and all that is needed to go on from here; once an iteration is enough."""
+        parts, iteration = self._parts, self._lineage.iteration
+        if iteration == self._saved_iteration:
+            return
+        with parts.spans.span("checkpoint", weight_version=iteration):
+            parts.learner.save(
+                self._settings.checkpoint_folder,
+                attempt=self._settings.attempt,
+                iteration=iteration,
+                state=self.state().to_json(),
+                keep=self._settings.keep_checkpoints,
+            )
+        self._saved_iteration = iteration
+
+    def state(self) -> TrainerState:
+        """All that is known of the finished iterations."""
+        parts = self._parts
+        return TrainerState(
+            attempt=self._settings.attempt,
+            lineage=self._lineage,
+            cursor=parts.writer.cursor_before(self._lineage.iteration).to_json(),
+            counts=parts.collector.counts(),
+            redispatched=parts.reporter.redispatched,
+            dead_letters=parts.dead_letters(),
+            wall_s=parts.clock.wall_s,
+            wait_s=parts.clock.wait_s,
+            rollout_positions=parts.collector.resume_positions(),
+            tracker_run_id=parts.run_log.tracker_run_id,
+        )
+
+    # Waiting.
+
+    def _collect(self, key: BatchKey) -> tuple[Sequence[TrainSample], bool]:
+        """Waits for samples that are worth a pass, or for the end of the batch."""
+        parts = self._parts
+        started_s = time.time()
+        with parts.clock.waiting():
+            while (taken := parts.collector.take(key, parts.pacing.min_tokens, _LOOK_AROUND_S)) is None:
+                waits_for = f"rollouts of {key}: {parts.collector.progress(key)}"
+                parts.control.show("waiting", waits_for, parts.collector.waiting_rollouts())
+                self._look_around()
+                if parts.control.stop_asked(STOP_PATIENCE_S):
+                    raise _StopAskedError
+        parts.spans.write("wait", started_s, time.time(), detail="rollouts", batch=key.batch)
+        return taken
+
+    def _look_around(self) -> None:
+        """What must be noticed while the loop waits."""
+        parts = self._parts
+        parts.learner.idle()
+        parts.publisher.check()
+        parts.collector.check()
+        self._take_evaluations()
+        idle_s = min(time.monotonic() - self._progressed_s, parts.collector.seconds_since_progress())
+        if idle_s > self._settings.no_progress_s:
+            raise NoProgressError(
+                f"nothing has moved for {idle_s:.0f} s (trainer.no_progress_s): the trainer waits for "
+                f"{parts.control.status().waits_for}; the scheduler says: {parts.watch.waits() or 'nothing'}"
+            )
+
+    def _take_evaluations(self, timeout_s: float = 0.0) -> None:
+        for result, batch, figures in self._parts.evaluations.take_finished(timeout_s):
+            self._parts.reporter.close_batch(batch.key)
+            self._lineage.add_evaluation(result)
+            self._parts.run_log.figures(result.weight_version, figures)
+            self._parts.run_log.rows(result.weight_version, self._parts.answer_table.rows(result.weight_version, batch))
+            self._parts.control.show_figures(figures)
+
+    def _pause_if_asked(self) -> None:
+        if self._parts.control.paused():
+            logger.info("paused after iteration %d", self._lineage.iteration)
+            self._count_time(False)
+            self._parts.control.wait_while_paused()
+            self._count_time(True)
+            self._progressed()
+
+    def _stop_if_asked(self) -> None:
+        if self._parts.control.stop_asked():
+            raise _StopAskedError
+
+    def _progressed(self) -> None:
+        self._progressed_s = time.monotonic()
+
+    def _count_time(self, counting: bool) -> None:
+        """Whether the time from now on counts for throughput and idle shares."""
+        self._parts.clock.count(counting)
+        self._parts.watch.count(counting)
+
+    def _count_figures(self) -> Mapping[str, Any]:
+        counts = self._parts.collector.counts()
+        return {
+            "rollouts/duplicate": float(counts.duplicate),
+            "rollouts/dropped": float(sum(counts.dropped.values())),
+            "rollouts/redispatched": float(self._parts.reporter.redispatched),
+            "rollouts/dead_letters": float(self._parts.dead_letters()),
+            "rollouts/refused_attempts": float(self._parts.collector.refused_attempts()),
+        }
