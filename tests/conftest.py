@@ -2,10 +2,15 @@
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from streamrl.command.broker import EmbeddedBroker
 from streamrl.settings import KafkaSection
+
+# A busy machine makes a property slow, not false.
+hypothesis.settings.register_profile("streamrl", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("streamrl")
 
 
 @pytest.fixture(scope="session")

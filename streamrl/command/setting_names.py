@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 _NEAR = 0.6
+_VERY_NEAR = 0.8
 
 
 def section_class(field: FieldInfo) -> type[BaseModel] | None:
@@ -40,18 +41,18 @@ def suggestion(unknown: str, model: type[BaseModel]) -> str:
     """Half a sentence on what may have been meant by an unknown dotted name."""
     names = known_names(model)
     section, _, key = unknown.rpartition(".")
-    siblings = [name for name in names if name.rpartition(".")[0] == section]
+    siblings = [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == section]
     sections = sorted({name.partition(".")[0] for name in names})
     nearest = (
         [name for name in names if name.rpartition(".")[2] == key]
-        or difflib.get_close_matches(unknown, siblings, 1, _NEAR)
+        or [f"{section}.{near}" for near in difflib.get_close_matches(key, siblings, 1, _NEAR)]
         or (difflib.get_close_matches(unknown, sections, 1, _NEAR) if not section else [])
-        or difflib.get_close_matches(unknown, names, 1, _NEAR)
+        or difflib.get_close_matches(unknown, names, 1, _VERY_NEAR)
     )
     if nearest:
         return f"did you mean {nearest[0]}?"
     if siblings:
-        return f"{section} has {', '.join(name.rpartition('.')[2] for name in siblings)}"
+        return f"{section} has {', '.join(siblings)}"
     return f"sections are {', '.join(sections)}"
 
 

@@ -35,9 +35,13 @@ def _value(value: Any) -> str:
         return "[" + ", ".join(_value(item) for item in value) + "]"
     if isinstance(value, float):
         return repr(value)
-    # JSON's strings, integers and booleans are TOML's too.
-    return json.dumps(value, ensure_ascii=False)
+    return _json(value)
 
 
 def _key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _json(name)
+
+
+def _json(value: Any) -> str:
+    """JSON's strings, integers and booleans are TOML's too, but for one character that TOML wants escaped."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,4 +1,4 @@
-"""A place to run the command in, with stand-ins for the services (stub_service.py), and a look at what it leaves behind."""
+"""A place to run the command in, with stand-ins for the services (stub_service.py), and a look at what it leaves."""
 
 import json
 import os

@@ -15,7 +15,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,7 @@ async def _serve(service: str, instance: str, settings: dict[str, Any], folder: 
     if behaviour.get("deaf"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     if behaviour.get("child"):
-        child = subprocess.Popen(["sleep", "1000"])
+        child = await asyncio.create_subprocess_exec("sleep", "1000")
         (folder / "services" / f"{instance}.child").write_text(str(child.pid))
     if "exit_code" in behaviour and not behaviour.get("after_s"):
         return _end(instance, folder, behaviour)

@@ -1,0 +1,26 @@
+"""What a machine lacks."""
+
+import json
+import shutil
+
+import pytest
+
+from streamrl.command.doctor import examine
+from streamrl.command.main import main
+
+
+def test_everything_that_is_missing_comes_with_a_remedy() -> None:
+    findings = {finding.name: finding for finding in examine()}
+    assert findings["Python"].ok and findings["torch"].ok and findings["vLLM"].ok
+    assert all(finding.remedy for finding in findings.values() if not finding.ok)
+
+
+def test_a_missing_requirement_makes_it_fail(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--json"]) == (0 if shutil.which("g++") or shutil.which("c++") else 1)
+    capsys.readouterr()
+    monkeypatch.setenv("PATH", "")
+    assert main(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["missing"] == ["compiler"]

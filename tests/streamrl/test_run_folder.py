@@ -1,0 +1,77 @@
+"""The folder of a run."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from streamrl.lifetime import ProcessIdentity
+from streamrl.run_folder import RunFolder, RunRecord, find_run
+
+ME = ProcessIdentity.of(os.getpid()) or ProcessIdentity(0, 0)
+
+
+def _record(run_id: str, process: ProcessIdentity = ME) -> RunRecord:
+    return RunRecord(run_id=run_id, config="job.toml", process=process, started_at="2026-11-29T12:00:00+00:00")
+
+
+def _create(runs: Path, run_id: str) -> RunFolder:
+    folder = RunFolder(runs / run_id)
+    folder.create(_record(run_id), "{}")
+    return folder
+
+
+def test_a_run_is_found_by_id_by_folder_and_as_the_newest(tmp_path: Path) -> None:
+    first, second = _create(tmp_path, "a"), _create(tmp_path, "b")
+    assert find_run("a", tmp_path).path == first.path
+    assert find_run(str(first.path), tmp_path / "elsewhere").path == first.path
+    assert find_run(None, tmp_path).path == second.path
+
+
+def test_a_run_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no run in"):
+        find_run(None, tmp_path)
+    _create(tmp_path, "a")
+    with pytest.raises(ValueError, match="the newest are a"):
+        find_run("b", tmp_path)
+
+
+def test_a_folder_holds_one_run(tmp_path: Path) -> None:
+    _create(tmp_path, "a")
+    with pytest.raises(ValueError, match="run a exists already"):
+        _create(tmp_path, "a")
+
+
+def test_settings_are_for_their_owner_only(tmp_path: Path) -> None:
+    assert _create(tmp_path, "a").settings.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_record_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    folder = _create(tmp_path, "a")
+    failed = _record("a").ended("failed", "2026-11-29T12:01:00+00:00", {"kind": "X", "message": "y"})
+    folder.write_record(failed)
+    assert folder.read_record() == failed
+
+
+def test_a_run_whose_process_is_gone_is_dead_unless_it_said_how_it_ended() -> None:
+    assert _record("a").state == "running"
+    other_life = ProcessIdentity(ME.pid, ME.start_ticks + 1)
+    assert _record("a", other_life).state == "dead"
+    assert _record("a", other_life).ended("stopped", "", None).state == "stopped"
+
+
+def test_a_half_written_error_file_is_no_error(tmp_path: Path) -> None:
+    folder = _create(tmp_path, "a")
+    assert folder.read_error("trainer") is None
+    folder.error_file("trainer").parent.mkdir()
+    folder.error_file("trainer").write_text('{"kind": "X"')
+    assert folder.read_error("trainer") is None
+    folder.error_file("trainer").write_text('{"kind": "X", "message": "y"}')
+    assert folder.read_error("trainer") == {"kind": "X", "message": "y"}
+
+
+def test_a_damaged_record_is_named(tmp_path: Path) -> None:
+    folder = _create(tmp_path, "a")
+    folder.record.write_text("{")
+    with pytest.raises(ValueError, match=r"run\.json is damaged"):
+        folder.read_record()
