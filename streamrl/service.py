@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import sys
@@ -86,8 +87,9 @@ def _failed(error: Exception, error_file: Path | None) -> int:
     report = {"kind": "bad_input" if bad_input else type(error).__name__, "message": explain(error)}
     logger.error("%s", report["message"])
     if error_file is not None:
-        error_file.parent.mkdir(parents=True, exist_ok=True)
-        error_file.write_text(json.dumps(report))
+        with contextlib.suppress(OSError):  # a run folder that cannot be written may be the failure itself
+            error_file.parent.mkdir(parents=True, exist_ok=True)
+            error_file.write_text(json.dumps(report))
     print(json.dumps(report), file=sys.stderr)  # noqa: T201
     return EXIT_BAD_INPUT if bad_input else EXIT_FAILED
 

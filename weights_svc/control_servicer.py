@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from streamrl.errors import RefusedError, UnavailableError, WeightTransferError
-from streamrl.rpc.chunks import Stretch, cut, encode_fetch_response
+from streamrl.rpc.chunks import Stretch, cut, decode_publish_request, encode_fetch_response
 from streamrl.v1.weights_pb2 import (
     TRANSFER_FORMAT_FULL,
     AcknowledgeRequest,
@@ -26,7 +26,7 @@ from streamrl.v1.weights_pb2 import (
     NegotiateRequest,
     NegotiateResponse,
     PublishFooter,
-    PublishRequest,
+    PublishHeader,
     PublishResponse,
     RewindRequest,
     RewindResponse,
@@ -75,17 +75,22 @@ class WeightsServicer(WeightsServiceServicer):
         self._chunk_bytes = chunk_bytes
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Adds the service to a server, with a Fetch whose responses are serialised already."""
+        """Adds the service to a server, with chunks that this class encodes and decodes itself."""
         add_WeightsServiceServicer_to_server(self, server)
-        fetch = grpc.unary_stream_rpc_method_handler(self.Fetch, request_deserializer=FetchRequest.FromString)
-        server.add_registered_method_handlers(SERVICE_NAME, {"Fetch": fetch})  # type: ignore[attr-defined]
+        bulk = {
+            "Publish": grpc.stream_unary_rpc_method_handler(
+                self.Publish, response_serializer=PublishResponse.SerializeToString
+            ),
+            "Fetch": grpc.unary_stream_rpc_method_handler(self.Fetch, request_deserializer=FetchRequest.FromString),
+        }
+        server.add_registered_method_handlers(SERVICE_NAME, bulk)  # type: ignore[attr-defined]
 
-    async def Publish(self, requests: AsyncIterator[PublishRequest], context: Context) -> PublishResponse:
+    async def Publish(  # type: ignore[override]
+        self, requests: AsyncIterator[bytes], context: Context
+    ) -> PublishResponse:
+        """Takes its requests serialised: see `register`."""
         started = time.monotonic()
-        first = await anext(aiter(requests), None)
-        if first is None or first.WhichOneof("part") != "header":
-            raise ValueError("the stream does not begin with a header")
-        header = first.header
+        header = _header(await anext(aiter(requests), b""))
         self._check_run(header.run_id)
         self._ledger.raise_attempt(header.attempt)
         incoming = self._store.receive(header)
@@ -94,7 +99,7 @@ class WeightsServicer(WeightsServiceServicer):
         thread = ThreadPoolExecutor(1, thread_name_prefix=f"publish-{header.weight_version}")
         try:
             await loop.run_in_executor(thread, incoming.open)
-            footer = await self._receive(requests, incoming, thread)
+            footer = await _receive(requests, incoming, thread)
             manifest = await loop.run_in_executor(thread, incoming.finish, footer)
             await self._retention.recovered.wait()
             committed = loop.run_in_executor(thread, self._store.commit, incoming, manifest)
@@ -112,38 +117,6 @@ class WeightsServicer(WeightsServiceServicer):
             time.monotonic() - started,
         )
         return PublishResponse(digest=manifest.digest)
-
-    async def _receive(
-        self, requests: AsyncIterator[PublishRequest], incoming: IncomingVersion, thread: ThreadPoolExecutor
-    ) -> PublishFooter:
-        """Takes chunks up to the footer, which ends the stream."""
-        loop = asyncio.get_running_loop()
-        batch: list[tuple[Stretch, bytes]] = []
-        batch_bytes = 0
-        writing: asyncio.Future[None] | None = None
-        footer: PublishFooter | None = None
-        async for request in requests:
-            if footer is not None:
-                raise ValueError("the stream goes on after its footer")
-            if request.HasField("footer"):
-                footer = request.footer
-            elif request.HasField("chunk"):
-                data = request.chunk.data
-                batch.append((Stretch(request.chunk.tensor_index, request.chunk.offset, len(data)), data))
-                batch_bytes += len(data)
-            else:
-                raise ValueError("the stream has a second header, or an empty part")
-            if batch_bytes >= _BATCH_BYTES:
-                if writing is not None:
-                    await writing
-                writing = loop.run_in_executor(thread, incoming.write, batch)
-                batch, batch_bytes = [], 0
-        if writing is not None:
-            await writing
-        if footer is None:
-            raise ValueError(f"version {incoming.header.weight_version} ended without a footer: it is not announced")
-        await loop.run_in_executor(thread, incoming.write, batch)
-        return footer
 
     def _announce(self, committed: "asyncio.Future[StoredVersion | None]") -> None:
         """Runs when a commit is done, also when its publisher has gone meanwhile."""
@@ -296,6 +269,46 @@ class WeightsServicer(WeightsServiceServicer):
     def _check_run(self, run_id: str) -> None:
         if run_id != self._run_id:
             raise RefusedError(f"these are the weights of run {self._run_id}, not of {run_id!r}")
+
+
+def _header(message: bytes) -> PublishHeader:
+    first = decode_publish_request(message)
+    if isinstance(first, tuple) or not first.HasField("header"):
+        raise ValueError("the stream does not begin with a header")
+    return first.header
+
+
+async def _receive(
+    requests: AsyncIterator[bytes], incoming: IncomingVersion, thread: ThreadPoolExecutor
+) -> PublishFooter:
+    """Takes chunks up to the footer, which ends the stream."""
+    loop = asyncio.get_running_loop()
+    batch: list[tuple[Stretch, memoryview]] = []
+    batch_bytes = 0
+    writing: asyncio.Future[None] | None = None
+    footer: PublishFooter | None = None
+    async for message in requests:
+        if footer is not None:
+            raise ValueError("the stream goes on after its footer")
+        part = decode_publish_request(message)
+        if isinstance(part, tuple):
+            batch.append(part)
+            batch_bytes += len(message)
+        elif part.HasField("footer"):
+            footer = part.footer
+        else:
+            raise ValueError("the stream has a second header, or an empty part")
+        if batch_bytes >= _BATCH_BYTES:
+            if writing is not None:
+                await writing
+            writing = loop.run_in_executor(thread, incoming.write, batch)
+            batch, batch_bytes = [], 0
+    if writing is not None:
+        await writing
+    if footer is None:
+        raise ValueError(f"version {incoming.header.weight_version} ended without a footer: it is not announced")
+    await loop.run_in_executor(thread, incoming.write, batch)
+    return footer
 
 
 def _check_position(request: FetchRequest, tensors: Sequence[TensorInfo]) -> None:

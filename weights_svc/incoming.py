@@ -105,7 +105,7 @@ class IncomingVersion:
         os.ftruncate(self._file, self._layout.num_bytes)
         self._end_tensors()
 
-    def write(self, chunks: Iterable[tuple[Stretch, bytes]]) -> None:
+    def write(self, chunks: Iterable[tuple[Stretch, memoryview]]) -> None:
         """Takes the next chunks.
 
         Raises:
@@ -166,7 +166,7 @@ class IncomingVersion:
             self._order.next_tensor()
 
 
-def _write_at(file: int, data: bytes, position: int) -> None:
+def _write_at(file: int, data: bytes | memoryview, position: int) -> None:
     rest = memoryview(data)
     while rest:
         written = os.pwrite(file, rest, position)

@@ -1,0 +1,37 @@
+"""The highest attempt and the traffic outlive a restart."""
+
+import pytest
+
+from streamrl.errors import StaleAttemptError
+from weights_svc.ledger import Ledger
+
+
+def test_a_lower_attempt_is_refused_and_counted(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.json", attempt=1)
+    ledger.raise_attempt(3)
+    for count in (1, 2):
+        with pytest.raises(StaleAttemptError, match=rf"attempt 2 is over: the run is at attempt 3 \({count} such"):
+            ledger.check(2)
+
+
+def test_checking_a_higher_attempt_does_not_raise_it(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.json", attempt=1)
+    ledger.check(9)
+    assert ledger.attempt == 1
+
+
+def test_a_restart_knows_the_highest_attempt_whatever_it_is_told(tmp_path):
+    path = tmp_path / "ledger.json"
+    Ledger(path, attempt=1).raise_attempt(3)
+    assert Ledger(path, attempt=1).attempt == 3
+    assert Ledger(path, attempt=4).attempt == 4
+
+
+def test_traffic_is_counted_on_after_a_restart(tmp_path):
+    path = tmp_path / "ledger.json"
+    ledger = Ledger(path, attempt=1)
+    ledger.count_traffic(bytes_full=100, bytes_sent=40)
+    ledger.save()
+    ledger = Ledger(path, attempt=1)
+    ledger.count_traffic(bytes_full=10, bytes_sent=10)
+    assert (ledger.bytes_full, ledger.bytes_sent) == (110, 50)
