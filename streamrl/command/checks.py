@@ -1,4 +1,4 @@
-"""What is looked at before a run starts: ports, the broker, and what each service finds on this machine.
+"""What is looked at before a run starts: ports, broker, memory, and what each service finds on this machine.
 
 Nothing of the run is written or started here. What settings say about each other was checked by resolve.py.
 """
@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import psutil
+
 from streamrl import lifetime
+from streamrl.command.memory_needs import MemoryNeeds, memory_needs
 from streamrl.command.ports import why_not_listen
 from streamrl.command.settings import Settings
 from streamrl.errors import StreamRLError
@@ -31,6 +34,7 @@ _ADDRESSES = ("trainer_address", "scheduler_address", "weights_address", "genera
 # Services whose --check looks at files and functions that the settings name.
 _CHECKED_SERVICES = ("trainer", "generator")
 _SERVICE_TIMEOUT_S = 60.0
+_GPU_DEVICE = Path("/dev/nvidiactl")
 
 
 def check_addresses(settings: Settings) -> None:
@@ -52,6 +56,22 @@ def check_broker(settings: Settings) -> None:
     """Raises BrokerUnavailableError when the cluster that the settings name does not answer."""
     if settings.kafka.bootstrap_servers:
         Connection(settings.kafka, client_id="streamrl-command").check(BROKER_TIMEOUT_S)
+
+
+def check_memory(settings: Settings) -> MemoryNeeds | None:
+    """About how much memory the run takes; None: not known before the model is there.
+
+    Raises:
+        ValueError: more than this machine has. With GPUs, which take most of it, nothing is compared.
+    """
+    needs = memory_needs(settings)
+    available = psutil.virtual_memory().total
+    if needs is not None and needs.total > available and not _GPU_DEVICE.exists():
+        raise ValueError(
+            f"the run needs about {needs}, and this machine has {available / 1024**3:.1f} GiB: take a smaller model, "
+            "fewer generator.num_instances, or a smaller generator.kv_cache_gib"
+        )
+    return needs
 
 
 def check_services(settings: Settings) -> None:

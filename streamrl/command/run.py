@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from streamrl.command.broker import EmbeddedBroker
-from streamrl.command.checks import NOT_CHECKED_OFFLINE, check_addresses, check_broker, check_services
+from streamrl.command.checks import NOT_CHECKED_OFFLINE, check_addresses, check_broker, check_memory, check_services
 from streamrl.command.conduct import Conductor, Outcome
 from streamrl.command.display import Display, open_display, show_summary
 from streamrl.command.report import (
@@ -55,6 +55,7 @@ def run(arguments: Namespace) -> int:
 def _run(settings: Settings, folder: RunFolder, display: Display, config: Path) -> Outcome:
     display.step(f"run {settings.run.id}: checking")
     check_addresses(settings)
+    check_memory(settings)
     with ThreadPoolExecutor(1) as waiter:
         # A broker that does not answer is waited for beside the services' checks, which need this thread.
         broker_check = waiter.submit(check_broker, settings)
@@ -120,6 +121,7 @@ def _tell(outcome: Outcome, settings: Settings, folder: RunFolder, *, as_json: b
 
 def _dry_run(settings: Settings, *, as_json: bool) -> int:
     """Checks what can be checked without broker, hub, network or accelerator, and shows the resolved settings."""
+    needs = check_memory(settings)
     check_services(settings)
     if as_json:
         write_json(
@@ -127,11 +129,14 @@ def _dry_run(settings: Settings, *, as_json: bool) -> int:
                 "status": "checked",
                 "run_id": settings.run.id,
                 "settings": public_settings(settings),
+                "memory_bytes": needs.total if needs is not None else None,
                 "not_checked": list(NOT_CHECKED_OFFLINE),
             }
         )
         return EXIT_COMPLETED
     write_line(toml_text(public_settings(settings)))
+    if needs is not None:
+        write_error(f"Memory: about {needs}, activations apart.")
     write_error("These settings fit together, and what they name on this machine is there. Not checked:")
     for item in NOT_CHECKED_OFFLINE:
         write_error(f"  {item}")
