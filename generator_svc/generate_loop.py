@@ -141,8 +141,8 @@ class GenerateLoop:
 
     async def nothing_runs(self) -> None:
         """Waits until the engine has nothing."""
-        while self._tasks:
-            await asyncio.wait(self._tasks.values())
+        while running := [task for task in self._tasks.values() if not task.done()]:
+            await asyncio.wait(running)
 
     def give_back_running(self) -> None:
         """Aborts what still runs."""
