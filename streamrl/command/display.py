@@ -23,6 +23,7 @@ from streamrl.command.figures import (
     wait_sentences,
 )
 from streamrl.command.observer import Observation
+from streamrl.v1.scheduler_pb2 import GetFleetResponse
 
 _STATE_LINE_EVERY_S = 5.0
 _SILENCE_S = 30.0
@@ -136,17 +137,17 @@ def run_table(observation: Observation, num_generators: int, age_s: float) -> Gr
     if not fleet.instances:
         table.add_row("generators", fleet_sentence(fleet, num_generators).removeprefix("generators: "))
         return Group(table)
-    return Group(table, fleet_table(observation), *(Text(wait, style="yellow") for wait in wait_sentences(observation)))
+    return Group(table, fleet_table(fleet), *(Text(f"  {wait}", style="yellow") for wait in fleet.waits))
 
 
-def fleet_table(observation: Observation) -> Table:
+def fleet_table(fleet: GetFleetResponse) -> Table:
     """The instances, one a row."""
     table = Table(box=None, padding=(0, 2), header_style="cyan")
     table.add_column("generator")
     table.add_column("state")
     for name in ("version", "running", "waiting", "outstanding"):
         table.add_column(name, justify="right")
-    for instance in observation.fleet.instances if observation.fleet is not None else ():
+    for instance in sorted(fleet.instances, key=lambda instance: (len(instance.instance), instance.instance)):
         beat = instance.heartbeat
         table.add_row(
             instance.instance,
