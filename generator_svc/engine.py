@@ -66,7 +66,10 @@ class Engine(Protocol):
         """Starts on the model's config (no weights in the folder) and loads the version that the manifest describes."""
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """Draws one answer. Cancelling the call aborts it inside the engine and frees its cache."""
+        """Draws one answer. Cancelling the call aborts it inside the engine and frees its cache.
+
+        Raises `ValueError` for a request that the engine cannot take, such as a prompt that is too long.
+        """
 
     def prefetch(self, manifest: VersionManifest) -> None:
         """Begins to bring a version near in the background; generation goes on. Returns at once; a second call for
@@ -81,7 +84,9 @@ class Engine(Protocol):
         """
 
     async def score(self, token_ids: list[int]) -> list[float]:
-        """Log-probs of token_ids[1:], each given those before it, at temperature 1 under the loaded version."""
+        """Log-probs of token_ids[1:], each given those before it, at temperature 1 under the loaded version. Takes the
+        next free place among the running sequences, before all that wait; needs one token less than the longest
+        sequence."""
 
     def running(self) -> int:
         """Sequences inside the engine that have begun (an estimate from its last step)."""
@@ -96,7 +101,7 @@ class Engine(Protocol):
         """Ends a pause."""
 
     async def sleep(self) -> None:
-        """Releases the accelerator's memory (colocated mode); nothing may be running. On CPUs there is nothing to do."""
+        """Releases the accelerator's memory (colocated mode); nothing may be running. Nothing to do on CPUs."""
 
     async def wake(self) -> None:
         """Takes the memory back; the weights are those of before."""

@@ -101,7 +101,7 @@ def _as_tensor(memory: mmap.mmap, first: int, info: TensorInfo) -> "torch.Tensor
     for size in shape:
         num_elements *= size
     if num_elements * dtype.itemsize != info.num_bytes:
-        raise ValueError(f"{info.name} has {info.num_bytes} bytes, but shape {shape} of {info.dtype} needs another number")
+        raise ValueError(f"{info.name} has {info.num_bytes} bytes, which is not shape {shape} of {info.dtype}")
     if num_elements == 0:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=num_elements, offset=first).view(shape)

@@ -27,8 +27,6 @@ from streamrl.v1.weights_pb2 import (
 from streamrl.v1.weights_pb2_grpc import WeightsServiceStub
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from blake3 import blake3
 
 logger = logging.getLogger(__name__)
@@ -74,14 +72,13 @@ class WeightFetch:
         self._source = source
         self._manifest = manifest
         self._cancelled = threading.Event()
-        self._call: grpc.Call | None = None
+        self._call: grpc.Call | None = None  # the stream that is open
 
     def cancel(self) -> None:
         """Makes `run` raise soon."""
         self._cancelled.set()
-        call = self._call
-        if call is not None:
-            call.cancel()
+        if (call := self._call) is not None:
+            call.cancel()  # type: ignore[no-untyped-call]
 
     def run(self) -> FetchedVersion:
         """
@@ -129,7 +126,7 @@ class WeightFetch:
             raise RefusedError(f"it holds digest {plan.manifest.digest} instead of {manifest.digest}")
         address = plan.source_address or source.address
         with open_channel(address) as channel, peer_errors(f"weights_svc at {address}"):
-            stream: Iterator[object] = WeightsServiceStub(channel).Fetch(
+            stream = WeightsServiceStub(channel).Fetch(
                 FetchRequest(
                     run_id=source.run_id,
                     receiver=source.receiver,
@@ -144,13 +141,13 @@ class WeightFetch:
             self._call = stream
             try:
                 if self._cancelled.is_set():
-                    stream.cancel()
+                    stream.cancel()  # type: ignore[no-untyped-call]
                 for response in stream:
                     assembly.add(response.chunk)
                     patience.renew()
             finally:
                 self._call = None
-                stream.cancel()
+                stream.cancel()  # type: ignore[no-untyped-call]
         if not assembly.complete:
             raise UnavailableError(f"weights_svc at {address} ended the stream at tensor {assembly.tensor_index}")
 

@@ -27,12 +27,12 @@ BACKEND = "streamrl"
 
 
 @dataclass
-class NoInit(WeightTransferInitInfo):
+class NoInit(WeightTransferInitInfo):  # type: ignore[misc]
     """There is nothing to set up."""
 
 
 @dataclass
-class VersionUpdate(WeightTransferUpdateInfo):
+class VersionUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
     """A version that lies in shared memory."""
 
     path: str
@@ -106,7 +106,8 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
     computes with a packed copy, which is the old version's."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-    embeddings = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding) and not isinstance(m, ParallelLMHead)]
-    for head in model.modules():
-        if isinstance(head, ParallelLMHead) and any(head.weight is embedding.weight for embedding in embeddings):
+    heads = [module for module in model.modules() if isinstance(module, ParallelLMHead)]
+    embeddings = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
+    for head in heads:
+        if any(head.weight is embedding.weight for embedding in embeddings if embedding is not head):
             head.quant_method.process_weights_after_loading(head)

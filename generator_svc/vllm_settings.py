@@ -1,0 +1,64 @@
+"""What a vLLM engine is given, and the environment that vLLM reads while it is imported."""
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmSettings:
+    """Fixed for the life of an engine."""
+
+    max_running: int
+    """Most sequences that run at once."""
+    max_model_len: int
+    """Most tokens of a prompt and its answer together."""
+    dtype: Literal["float32", "bfloat16", "float16"]
+    """Of weights and cache; versions of another dtype are converted while they are loaded."""
+    kv_on_swap: Literal["recompute", "keep"] = "recompute"
+    """What happens to the cache of running sequences at a switch."""
+    enable_prefix_caching: bool = True
+    """Sequences with the same beginning share its cache: a group's prompt is computed once."""
+    tensor_parallel_size: int = 1
+    """Workers, each with a share of every tensor."""
+    enforce_eager: bool = True
+    """Neither compile nor capture graphs: starts sooner, and on GPUs runs slower."""
+    enable_sleep_mode: bool = False
+    """GPUs: memory can be released between batches (colocated mode)."""
+    kv_cache_gib: float | None = None
+    """Memory for the cache; None, on GPUs: what `gpu_memory_utilization` leaves."""
+    gpu_memory_utilization: float = 0.9
+    """GPUs: share of the memory that weights and cache take together."""
+    cpu_cores: str = ""
+    """CPUs: cores that each worker is bound to, such as "0" or, for two workers, "0-3|4-7". Empty: not bound."""
+    cpu_threads: int = 1
+    """CPUs: threads of a worker that is not bound to cores."""
+    debug_logs: bool = False
+    """Let vLLM log what it does; else only its warnings."""
+
+    @property
+    def salt_requests(self) -> bool:
+        """Whether requests carry the version, so that those of different versions share no cache."""
+        return self.kv_on_swap == "keep" and self.enable_prefix_caching
+
+
+def prepare_environment(settings: VllmSettings) -> None:
+    """Sets what vLLM reads from the environment of this process and hands on to the engine's. Call it before anything
+    imports vllm."""
+    os.environ.update(
+        {
+            # Nothing here needs the network: the model's files come from weights_svc.
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            # Standard output belongs to the command's last line.
+            "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+            "VLLM_LOGGING_LEVEL": "DEBUG" if settings.debug_logs else "WARNING",
+            # Of all plugins installed beside vLLM only ours.
+            "VLLM_PLUGINS": "streamrl",
+            # gRPC does not survive a fork.
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+            "VLLM_CPU_OMP_THREADS_BIND": settings.cpu_cores or "nobind",
+        }
+    )
+    if not settings.cpu_cores:
+        os.environ["OMP_NUM_THREADS"] = str(settings.cpu_threads)

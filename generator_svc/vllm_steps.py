@@ -1,0 +1,35 @@
+"""What vLLM says about each of its steps, and what we keep of it."""
+
+import time
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+from generator_svc.step_latencies import StepLatencies
+
+
+class StepRecorder(PrometheusStatLogger):  # type: ignore[misc]
+    """Takes the place of vLLM's own statistics for Prometheus, which would cost more than what is done here."""
+
+    def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:  # noqa: ARG002
+        self.running = 0
+        """Sequences inside the engine that have begun, after the last step."""
+        self.latencies = StepLatencies()
+        self._resumed_s = time.monotonic()
+
+    def note_resume(self) -> None:
+        """Steps that began before now were interrupted by a pause and say nothing."""
+        self._resumed_s = time.monotonic()
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+        """Called by vLLM after each step."""
+        if scheduler_stats is not None:
+            self.running = scheduler_stats.num_running_reqs
+        # Seconds since their last token, of all sequences that got a token in this step and were not in their first.
+        intervals = iteration_stats.inter_token_latencies_iter if iteration_stats is not None else ()
+        if intervals and (step_s := min(intervals)) < time.monotonic() - self._resumed_s:
+            self.latencies.add(len(intervals), step_s)
+
+    def log_engine_initialized(self) -> None:
+        pass
