@@ -16,7 +16,7 @@ from generator_svc.settings import GeneratorSettings
 from streamrl.errors import EngineDiedError, WeightTransferError
 from streamrl.kafka.connection import Connection
 from streamrl.kafka.producer import RecordProducer
-from streamrl.kafka.reader import RecordReader, all_partitions
+from streamrl.kafka.reader import RecordReader
 from streamrl.kafka.topics import Topics, create_topics
 from streamrl.rpc.server import Server
 from streamrl.settings import KafkaSection
@@ -383,7 +383,7 @@ class Site:
     async def _read(self, topic: str, count: int) -> list[bytes]:
         if topic not in self._readers:
             partitions = self.kafka.rollout_partitions if topic == self.topics.rollouts else 1
-            self._readers[topic] = (RecordReader(self._connection, topic, all_partitions(partitions)), [])
+            self._readers[topic] = (RecordReader(self._connection, topic, dict.fromkeys(range(partitions), 0)), [])
         reader, values = self._readers[topic]
         async with asyncio.timeout(DEADLINE_S):
             while len(values) < count:

@@ -111,25 +111,25 @@ def test_records_of_other_lives_are_skipped_and_impossible_ones_answered(play: P
     play(scenario)
 
 
-@pytest.mark.parametrize(
-    ("changes", "error"),
-    [
+def test_answers_that_must_not_be_trained_on_fail(play: Play) -> None:
+    bad: list[tuple[dict[str, Any], str]] = [
         ({"logprobs": [-1.0, float("nan"), -1.0]}, "finite"),
         ({"logprobs": [-1.0]}, "log-probs"),
         ({"version_spans": [(0, 2)]}, "spans"),
         ({"token_ids": [], "logprobs": [], "version_spans": []}, "no tokens"),
-    ],
-)
-def test_an_answer_that_must_not_be_trained_on_fails(play: Play, changes: dict[str, Any], error: str) -> None:
+    ]
+
     async def scenario(site: Site) -> None:
         async with site.instance():
             await site.registered()
-            site.assign(0, [0])
-            await site.running("0/0/0")
-            site.engine.end("0/0/0", **changes)
-            (rollout,) = await site.rollouts(1)
-            assert rollout.status == ROLLOUT_STATUS_FAILED and error in rollout.error
-            assert not rollout.token_ids
+            site.assign(0, list(range(len(bad))))
+            await site.running(*(f"0/0/{sample}" for sample in range(len(bad))))
+            for sample, (changes, _) in enumerate(bad):
+                site.engine.end(f"0/0/{sample}", **changes)
+            for rollout in await site.rollouts(len(bad)):
+                assert rollout.status == ROLLOUT_STATUS_FAILED
+                assert bad[rollout.id.sample][1] in rollout.error
+                assert not rollout.token_ids
 
     play(scenario)
 
