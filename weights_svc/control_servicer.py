@@ -182,7 +182,7 @@ class WeightsServicer(WeightsServiceServicer):
             raise
         finally:
             self._receivers.fetch_ended(receiver, version, to_the_end=to_the_end, now_s=time.monotonic())
-            self._ledger.save()
+            self._ledger.save_traffic()
             self._retention.look()
 
     async def _read(self, stored: StoredVersion, request: FetchRequest) -> AsyncIterator[tuple[int, bytes]]:

@@ -1,9 +1,12 @@
 """What must outlive a restart beside the versions: the highest attempt seen, and the traffic so far."""
 
 import json
+import logging
 from pathlib import Path
 
 from streamrl.errors import StaleAttemptError
+
+logger = logging.getLogger(__name__)
 
 
 class Ledger:
@@ -45,9 +48,16 @@ class Ledger:
             self.save()
 
     def count_traffic(self, *, bytes_full: int, bytes_sent: int) -> None:
-        """Counts what a fetch would be in full and what it sends; kept at the next `save`."""
+        """Counts what a fetch would be in full and what it sends; kept at the next `save_traffic`."""
         self.bytes_full += bytes_full
         self.bytes_sent += bytes_sent
+
+    def save_traffic(self) -> None:
+        """As `save`, but a disk that cannot take it costs no more than the counters of a restarted service."""
+        try:
+            self.save()
+        except OSError as error:
+            logger.warning("traffic is not kept: %s", error)
 
     def save(self) -> None:
         partial = self._path.with_suffix(".partial")

@@ -54,15 +54,16 @@ class RetentionLoop:
         self.recovered.set()
         while True:
             self._due.clear()
-            while self._unflushed:
-                await asyncio.to_thread(self._store.flush, self._unflushed.pop(0))
             await self._retire()
-            await self._wait()
+            if self._unflushed:
+                await asyncio.to_thread(self._store.flush, self._unflushed.pop(0))
+            else:
+                await self._wait()
 
     async def drop(self, stored: StoredVersion, reason: WeightTransferError) -> None:
         """Takes a damaged version out of the store."""
         logger.error("version=%d is dropped: %s", stored.weight_version, reason)
-        self._store.withdraw(stored.weight_version)
+        self._store.withdraw(stored)
         self._receivers.forget_version(stored.weight_version)
         await asyncio.to_thread(self._store.delete, [stored])
 
@@ -79,12 +80,13 @@ class RetentionLoop:
 
     async def _retire(self) -> None:
         now_s = time.monotonic()
-        gone = retired(self._store.versions.keys(), self._keep_versions, self._receivers.in_use(now_s))
-        withdrawn = [stored for version in gone if (stored := self._store.withdraw(version)) is not None]
-        for stored in withdrawn:
+        versions = self._store.versions
+        gone = [versions[v] for v in retired(versions.keys(), self._keep_versions, self._receivers.in_use(now_s))]
+        for stored in gone:
+            self._store.withdraw(stored)
             self._receivers.forget_version(stored.weight_version)
             logger.info("version=%d is retired", stored.weight_version)
-        await asyncio.to_thread(self._store.delete, withdrawn)
+        await asyncio.to_thread(self._store.delete, gone)
 
     async def _wait(self) -> None:
         """Until something is due; when more versions are kept than need be, until the next may go."""

@@ -194,12 +194,10 @@ class VersionStore:
         except FileNotFoundError:
             logger.debug("version=%d was deleted before it was flushed", stored.weight_version)
 
-    def withdraw(self, weight_version: int) -> StoredVersion | None:
-        """Takes a version out of `versions`; its files stay until `delete`."""
+    def withdraw(self, stored: StoredVersion) -> None:
+        """Takes a version out of `versions`, unless another has taken its place; its files stay until `delete`."""
         with self._view_lock:
-            stored = self._versions.get(weight_version)
-            self._versions = {version: kept for version, kept in self._versions.items() if version != weight_version}
-        return stored
+            self._versions = {version: kept for version, kept in self._versions.items() if kept is not stored}
 
     def delete(self, withdrawn: Iterable[StoredVersion]) -> None:
         """Deletes the files of versions that were withdrawn; what reads them now can go on."""
@@ -217,8 +215,11 @@ class VersionStore:
         Returns:
             Those that were forgotten.
         """
-        above = [version for version in sorted(self._versions) if version > weight_version]
-        self.delete([stored for version in above if (stored := self.withdraw(version)) is not None])
+        versions = self._versions
+        above = [version for version in sorted(versions) if version > weight_version]
+        for version in above:
+            self.withdraw(versions[version])
+        self.delete([versions[version] for version in above])
         _flush(self._folder)
         return above
 

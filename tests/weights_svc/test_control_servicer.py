@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 
 import grpc
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -150,6 +151,19 @@ def test_a_publisher_that_goes_away_leaves_nothing(service):
     assert service.versions() == []
     service.publish(3)
     service.wait_for_files(1)
+
+
+def test_a_receiver_that_goes_away_leaves_no_open_file(service):
+    def open_files() -> list[str]:
+        return [file.path for file in psutil.Process().open_files() if file.path.endswith(".safetensors")]
+
+    digest = service.publish(3, make_data(3, num_items=4_000_000), chunk_bytes=2**20)
+    chunks = service.fetch(3, digest)
+    next(chunks)
+    assert open_files()
+    chunks.close()
+    service.channel.close()
+    wait_until(lambda: open_files() == [])
 
 
 def test_publishing_again_is_harmless_and_other_data_is_refused(service):

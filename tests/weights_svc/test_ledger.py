@@ -31,7 +31,14 @@ def test_traffic_is_counted_on_after_a_restart(tmp_path):
     path = tmp_path / "ledger.json"
     ledger = Ledger(path, attempt=1)
     ledger.count_traffic(bytes_full=100, bytes_sent=40)
-    ledger.save()
+    ledger.save_traffic()
     ledger = Ledger(path, attempt=1)
     ledger.count_traffic(bytes_full=10, bytes_sent=10)
     assert (ledger.bytes_full, ledger.bytes_sent) == (110, 50)
+
+
+def test_a_disk_that_cannot_keep_the_traffic_stops_nothing(tmp_path, caplog):
+    ledger = Ledger(tmp_path / "ledger.json", attempt=1)
+    (tmp_path / "ledger.partial").mkdir()
+    ledger.save_traffic()
+    assert "traffic is not kept" in caplog.text

@@ -187,17 +187,26 @@ def test_a_withdrawn_version_can_be_read_on_and_its_files_go(tmp_path):
     with open_store(tmp_path) as store:
         stored = commit(store, 3)
         with VersionReader(stored) as reader:
-            assert store.withdraw(3) is stored
+            store.withdraw(stored)
             store.delete([stored])
             assert files_in(tmp_path) == [] and 3 not in store.versions
             assert reader.read(Stretch(0, 0, 4)) == make_data(3)[0][:4]
         store.flush(stored)
 
 
+def test_withdrawing_a_version_spares_the_one_that_took_its_place(tmp_path):
+    with open_store(tmp_path) as store:
+        old = commit(store, 3)
+        new = commit(store, 3, make_data(4), attempt=2)
+        store.withdraw(old)
+        assert store.versions[3] is new
+
+
 @pytest.mark.parametrize("attempt", [1, 2])
 def test_a_version_published_again_before_its_files_went_keeps_them(tmp_path, attempt):
     with open_store(tmp_path) as store:
-        old = store.withdraw(commit(store, 3).weight_version)
+        old = commit(store, 3)
+        store.withdraw(old)
         new = commit(store, 3, make_data(3) if attempt == 1 else make_data(4), attempt=attempt)
         store.delete([old])
         store.verify(new)
@@ -225,7 +234,8 @@ def test_the_models_files_outlive_version_0_and_a_restart(tmp_path):
         commit(store, 1)
         assert store.model_files() == FILES
         store.flush(stored)
-        store.delete([store.withdraw(0)])
+        store.withdraw(stored)
+        store.delete([stored])
     store, _ = restart(tmp_path)
     assert store.model_files() == FILES
     store.close()
