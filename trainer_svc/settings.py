@@ -85,6 +85,8 @@ class DataSection(Section):
     """Field that holds the answer key; it is only given to reward functions."""
     id_field: str = ""
     """Field that holds a stable id of the prompt. Empty: made from the prompt's tokens."""
+    template: str = ""
+    """Put around each prompt that is text, in place of {prompt}: "Question: {prompt}\\nAnswer:". Empty: nothing is."""
     chat_template: Literal["auto", "never"] = "auto"
     """auto: prompts go through the tokenizer's chat template when it has one. never: as plain text."""
     system_prompt: str = ""
