@@ -296,10 +296,11 @@ class FakeEngine:
 def _made_up_tokens(request: GenerationRequest, num_tokens: int, vocabulary: int, *, stopped: bool) -> list[int]:
     """Drawn by the request's seed; a stop token stands at the end, if it was reached, and nowhere else."""
     draws = random.Random(request.seed)
-    ordinary = (
-        token for token in iter(lambda: draws.randrange(vocabulary), None) if token not in request.stop_token_ids
-    )
-    token_ids = list(itertools.islice(ordinary, num_tokens))
+    token_ids: list[int] = []
+    while len(token_ids) < num_tokens:
+        token = draws.randrange(vocabulary)
+        if token not in request.stop_token_ids:
+            token_ids.append(token)
     if stopped:
         token_ids[-1] = request.stop_token_ids[0]
     return token_ids
