@@ -2,7 +2,7 @@
 
 Made for a first run on two cores: an exact checker, and answers whose length is decided by what the prompt says and not
 by how long it is. The distance from A to B is log-normal, so lengths have a long tail (median 24 tokens, longest 128).
-A model that was shown clerks who often stop at a round number (see tiny_model.py) learns by reinforcement to go on to B.
+A model that was shown clerks who often stop at a round number (see tiny_model.py) learns by reinforcement to go on.
 """
 
 from dataclasses import dataclass

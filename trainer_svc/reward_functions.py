@@ -47,7 +47,7 @@ def graded(*, response: str, answer: str, finished: bool) -> float:
 
 
 def reasoning_gym(*, prompt: str, response: str, answer: str, finished: bool, metadata: Mapping[str, Any]) -> float:
-    """What reasoning-gym's own checker of the task says, 0 to 1. Text in <answer> tags counts, else the whole answer."""
+    """What the task's own checker says, 0 to 1. Text in <answer> tags counts, else the whole answer."""
     if "task" not in metadata or "task_options" not in metadata:
         raise ValueError(
             "reasoning_gym: this prompt does not come from a task of reasoning-gym. "
@@ -74,7 +74,5 @@ def _task_checker(task: str, options_json: str) -> Callable[[str, dict[str, Any]
 
 def find_last_number(text: str) -> Decimal | None:
     """The last decimal number in the text; thousands may be separated by commas."""
-    found = None
-    for found in _NUMBER.finditer(text):
-        pass
-    return None if found is None else Decimal(found.group().replace(",", "").replace("−", "-"))
+    numbers = _NUMBER.findall(text)
+    return Decimal(numbers[-1].replace(",", "").replace("−", "-")) if numbers else None

@@ -182,8 +182,8 @@ def _find(name: str) -> Callable[..., Any]:
         raise ValueError(
             f"reward.functions: importing {module_name} (for {name}) raised {type(error).__name__}: {error}"
         ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
+    function: Callable[..., Any] | None = getattr(module, function_name, None)
+    if function is None or not callable(function):
         there = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
         raise ValueError(
             f"reward.functions: {module_name} has no function {function_name}{_nearest(function_name, there)} "
@@ -214,8 +214,8 @@ def _find_module(name: str, module: str) -> None:
         spec = None
     if spec is None:
         raise ValueError(
-            f"reward.functions: there is no module {module} (for {name}). Install it, or start in the folder that holds "
-            f"it (now {folder})"
+            f"reward.functions: there is no module {module} (for {name}). Install it, or start in the folder that "
+            f"holds it (now {folder})"
         )
 
 

@@ -4,25 +4,19 @@ The warm start imitates a clerk who counts rightly but usually stops at a round 
 how to count and has a bad habit, which reinforcement then removes: greedy accuracy on held-out prompts is about .46
 after the warm start and .96 after thirty iterations of GRPO. It teaches no new skill, and is not meant to.
 
-The result is an ordinary folder in Hugging Face's layout, cached by recipe and seed. It appears whole or not at all, and
-two processes that want it at once make it once.
+The result is an ordinary folder in Hugging Face's layout, cached by recipe and seed (see model_cache.py).
 """
 
-import fcntl
-import json
 import logging
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trainer_svc.counting_task import MAX_NUMBER, CountingPrompt, draw_prompt, held_out_prompts
+from trainer_svc.model_cache import made_once
 
 if TYPE_CHECKING:
     import torch
@@ -52,23 +46,9 @@ _LOG_EVERY_S = 3.0
 
 
 def tiny_model_folder(cache_folder: Path, seed: int) -> Path:
-    """The folder of the tiny model of this seed; makes it first when the cache has none (10 to 30 s on two cores)."""
+    """The folder of the tiny model of this seed; makes it first when the cache has none (20 s on a free core)."""
     folder = cache_folder / "models" / f"tiny-v{RECIPE_VERSION}-seed{seed}"
-    if folder.is_dir():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with _only_one_maker(folder):
-        if folder.is_dir():
-            return folder
-        _remove_leftovers(folder)
-        unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.unfinished-", dir=folder.parent))
-        try:
-            save_tiny_model(warm_start(seed), unfinished)
-            _sync_to_disk(unfinished)
-            unfinished.rename(folder)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
-    return folder
+    return made_once(folder, lambda unfinished: save_tiny_model(warm_start(seed), unfinished))
 
 
 def tiny_config() -> "Qwen2Config":
@@ -204,7 +184,7 @@ def _accumulate_gradients(model: "Qwen2ForCausalLM", demonstrations: list[tuple[
         summed = torch.nn.functional.cross_entropy(
             logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten(), ignore_index=-100, reduction="sum"
         )
-        (summed / num_targets).backward()
+        torch.autograd.backward(summed / num_targets)
         total += summed.item()
     return total / num_targets
 
@@ -232,30 +212,3 @@ def _padded(rows: list[tuple[list[int], int]]) -> "tuple[torch.Tensor, torch.Ten
         tokens[row, : len(token_ids)] = torch.tensor(token_ids)
         targets[row, prompt_length : len(token_ids)] = torch.tensor(token_ids[prompt_length:])
     return tokens, targets
-
-
-@contextmanager
-def _only_one_maker(folder: Path) -> Iterator[None]:
-    """Holds a lock that the kernel gives back when its holder ends, however it ends."""
-    with folder.with_name(folder.name + ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("waiting for another process that is making %s", folder)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Half-made folders of makers that were killed; the lock is held, so none is in use."""
-    for leftover in folder.parent.glob(f"{folder.name}.unfinished-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _sync_to_disk(folder: Path) -> None:
-    for path in [*folder.iterdir(), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -1,0 +1,317 @@
+"""Where prompts come from: JSONL and Parquet files, tasks of reasoning-gym, and the built-in counting task.
+
+A source gives records, each checked for its form; what becomes of them (templates, tokens, length) is data.py's work.
+`check_source` looks at a source without reading it all and without importing a large library.
+"""
+
+import dataclasses
+import difflib
+import importlib.util
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from streamrl.digest import bytes_digest
+from trainer_svc.counting_task import CountingPrompt, held_out_prompts, train_prompts
+
+COUNTING = "counting"
+REASONING_GYM = "reasoning_gym:"
+_LOADERS = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
+_DEFAULT_TASK_SIZE = 10_000
+# Seeds a task's held-out questions: the same in every run. Question i of seed s is question 0 of seed s + i, hence the
+# large step between the seeds of training.
+_HELD_OUT_TASK_SEED = 1_000_000_007
+_TASK_SEED_STEP = 2_000_003
+
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One prompt with its key, as the source has it."""
+
+    prompt: str | Messages
+    """A text, or chat messages with `role` and `content`."""
+    answer: str
+    id: str
+    """Stable across epochs and runs."""
+    metadata: Mapping[str, Any]
+    """All other fields."""
+
+    @property
+    def text(self) -> str:
+        """What a reward function is told: the text, or that of the last message."""
+        return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
+
+    @property
+    def identity(self) -> str:
+        """Equal for equal prompts."""
+        return self.prompt if isinstance(self.prompt, str) else json.dumps(self.prompt, sort_keys=True)
+
+
+class Source(Protocol):
+    """Records by index. A slice of many is cheaper than as many single ones."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, start: int, stop: int) -> list[Record]: ...
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Names of the fields of a file's rows."""
+
+    prompt: str = "prompt"
+    answer: str = "answer"
+    """Empty: there is no key, and reward functions get an empty one."""
+    id: str = ""
+    """Empty: the id is made from the prompt."""
+
+
+def open_source(
+    name: str,
+    *,
+    fields: Fields,
+    task_options: Mapping[str, Any],
+    seed: int,
+    held_out: int | None,
+) -> Source:
+    """Opens a source by its name in the settings.
+
+    Args:
+        name: a file, a folder of files of one kind, `reasoning_gym:TASK`, or `counting`.
+        task_options: of the reasoning-gym task; `size` is the number of its training prompts.
+        seed: of training prompts that are made up; held-out ones are the same for every seed.
+        held_out: None for training; for evaluation how many records are wanted at most.
+
+    Raises:
+        ValueError: see `check_source`; or a file that cannot be read to its end.
+    """
+    if name == COUNTING:
+        prompts = train_prompts(seed) if held_out is None else held_out_prompts()[:held_out]
+        return _CountingSource(prompts)
+    if name.startswith(REASONING_GYM):
+        return _TaskSource(name.removeprefix(REASONING_GYM), task_options, seed=seed, held_out=held_out)
+    return _FileSource(_files(name), fields, held_out)
+
+
+def check_source(name: str, *, fields: Fields, task_options: Mapping[str, Any]) -> None:
+    """Looks whether a source is there and has the right form, by the first row of each file.
+
+    Raises:
+        ValueError: no such file or task, an empty file, a field that is not there or of the wrong type, options that
+            the task does not take.
+    """
+    if name == COUNTING:
+        return
+    if name.startswith(REASONING_GYM):
+        _TaskSource(name.removeprefix(REASONING_GYM), task_options, seed=0, held_out=1).read(0, 1)
+        return
+    for file in _files(name):
+        row = _first_parquet_row(file) if file.suffix == ".parquet" else _first_json_row(file)
+        _check_fields(str(file), row, fields)
+        _record(f"{file}, row 1", row, fields)
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """ " (did you mean X?)" where a known name is near, else nothing."""
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+class _CountingSource:
+    def __init__(self, prompts: Sequence[CountingPrompt]) -> None:
+        self._prompts = prompts
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def read(self, start: int, stop: int) -> list[Record]:
+        return [Record(prompt.text, prompt.answer, prompt.id, {}) for prompt in self._prompts[start:stop]]
+
+
+class _TaskSource:
+    """A task of reasoning-gym. Its questions are made when they are read, each from its own seed."""
+
+    def __init__(self, task: str, options: Mapping[str, Any], *, seed: int, held_out: int | None) -> None:
+        if importlib.util.find_spec("reasoning_gym") is None:
+            raise ValueError(f"data: {REASONING_GYM}{task} needs the package reasoning-gym: install it first")
+        from reasoning_gym.factory import DATASETS, create_dataset
+
+        if task not in DATASETS:
+            raise ValueError(f"data: reasoning-gym has no task {task!r}{nearest(task, DATASETS)}")
+        self._task = task
+        self._options = {name: value for name, value in options.items() if name != "size"}
+        known = {field.name for field in dataclasses.fields(DATASETS[task][1])} - {"seed"}
+        for name in self._options:
+            if name not in known:
+                raise ValueError(
+                    f"data.reasoning_gym.{name}: task {task} has no such option{nearest(name, known)}; "
+                    f"it has {', '.join(sorted(known))}"
+                )
+        self._size = options.get("size", _DEFAULT_TASK_SIZE) if held_out is None else held_out
+        if not isinstance(self._size, int) or self._size < 1:
+            raise ValueError(f"data.reasoning_gym.size is {self._size!r}, expected a number of prompts")
+        task_seed = _HELD_OUT_TASK_SEED if held_out is not None else (seed * _TASK_SEED_STEP) % 2**31
+        try:
+            self._questions = create_dataset(task, size=self._size, seed=task_seed, **self._options)
+        except (AssertionError, TypeError, ValueError) as error:
+            raise ValueError(f"data.reasoning_gym: task {task} refuses {self._options}: {error}") from error
+
+    def __len__(self) -> int:
+        return self._size
+
+    def read(self, start: int, stop: int) -> list[Record]:
+        return [self._record(self._questions[index]) for index in range(start, min(stop, self._size))]
+
+    def _record(self, entry: dict[str, Any]) -> Record:
+        # The task's checker is found again by these two (reward `reasoning_gym`).
+        metadata = {**entry["metadata"], "task": self._task, "task_options": self._options}
+        question = entry["question"]
+        return Record(question, str(entry["answer"]), _id_of(question), metadata)
+
+
+class _FileSource:
+    """Rows of files, mapped into memory by `datasets` and not held there."""
+
+    def __init__(self, files: Sequence[Path], fields: Fields, held_out: int | None) -> None:
+        import datasets
+
+        datasets.disable_progress_bars()
+        self._name = str(files[0]) if len(files) == 1 else f"{files[0].parent} ({len(files)} files)"
+        self._fields = fields
+        try:
+            self._rows = datasets.load_dataset(
+                _LOADERS[files[0].suffix], data_files=[str(file) for file in files], split="train"
+            )
+        except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
+            raise ValueError(f"data: {self._name} cannot be read: {error.__cause__ or error}") from error
+        if len(self._rows) == 0:
+            raise ValueError(f"data: {self._name} holds no rows")
+        _check_fields(self._name, dict.fromkeys(self._rows.column_names), fields)
+        if held_out is not None:
+            self._rows = self._rows.select(range(min(held_out, len(self._rows))))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, start: int, stop: int) -> list[Record]:
+        columns: dict[str, list[Any]] = self._rows[start:stop]
+        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        return [_record(f"{self._name}, row {start + i + 1}", row, self._fields) for i, row in enumerate(rows)]
+
+
+def _files(name: str) -> list[Path]:
+    """The files that a path in the settings stands for."""
+    kinds = ", ".join(_LOADERS)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in _LOADERS)
+        if len({_LOADERS[file.suffix] for file in files}) != 1:
+            raise ValueError(f"data: expected files of one kind ({kinds}) in folder {path}, found {len(files)}")
+        return files
+    if not path.exists():
+        built_in = nearest(name, [COUNTING]) if "/" not in name else ""
+        raise ValueError(
+            f"data: there is no file {path}{built_in} (looked in {Path.cwd()}); expected a {kinds} file, a folder of "
+            f"them, {REASONING_GYM}TASK, or {COUNTING}"
+        )
+    if path.suffix not in _LOADERS:
+        raise ValueError(f"data: {path} is not a {kinds} file: convert it, one JSON object a line is enough")
+    return [path]
+
+
+def _first_json_row(file: Path) -> dict[str, Any]:
+    with file.open("rb") as lines:
+        first = next((line for line in lines if line.strip()), None)
+    if first is None:
+        raise ValueError(f"data: {file} holds no rows")
+    try:
+        row = json.loads(first)
+    except ValueError as error:
+        raise ValueError(f"data: the first line of {file} is not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"data: expected a JSON object in every line of {file}, got {type(row).__name__} in the first")
+    return row
+
+
+def _first_parquet_row(file: Path) -> dict[str, Any]:
+    import pyarrow.parquet
+    from pyarrow import ArrowException
+
+    try:
+        parquet = pyarrow.parquet.ParquetFile(file)
+        if parquet.metadata.num_rows == 0:
+            raise ValueError(f"data: {file} holds no rows")
+        first: dict[str, Any] = next(parquet.iter_batches(batch_size=1)).to_pylist()[0]
+    except (ArrowException, OSError) as error:
+        raise ValueError(f"data: {file} is not a Parquet file, or is damaged: {error}") from error
+    return first
+
+
+def _check_fields(name: str, row: Mapping[str, Any], fields: Fields) -> None:
+    for setting in ("prompt", "answer", "id"):
+        field = getattr(fields, setting)
+        if (field or setting == "prompt") and field not in row:
+            raise ValueError(
+                f"data.{setting}_field is {field!r}, and {name} has no such field{nearest(field, row)}; "
+                f"it has {', '.join(sorted(row))}"
+            )
+
+
+def _record(place: str, row: Mapping[str, Any], fields: Fields) -> Record:
+    """A row in its form.
+
+    Raises:
+        ValueError: naming the row and what is wrong with it.
+    """
+    prompt = _prompt_of(place, row.get(fields.prompt), fields)
+    answer = _answer_of(place, row.get(fields.answer), fields) if fields.answer else ""
+    metadata = {name: value for name, value in row.items() if name not in (fields.prompt, fields.answer)}
+    record = Record(prompt, answer, "", metadata)
+    if not fields.id:
+        return dataclasses.replace(record, id=_id_of(record.identity))
+    given = row.get(fields.id)
+    if isinstance(given, bool) or not isinstance(given, str | int) or given == "":
+        raise ValueError(f"data: {place}: expected text or a whole number in field {fields.id!r}, got {given!r}")
+    return dataclasses.replace(record, id=str(given))
+
+
+def _prompt_of(place: str, value: Any, fields: Fields) -> str | Messages:
+    if isinstance(value, str) and value.strip():
+        return value
+    if isinstance(value, list) and value and all(_is_message(message) for message in value):
+        return [{"role": message["role"], "content": message["content"]} for message in value]
+    raise ValueError(
+        f"data: {place}: expected text, or a list of messages with texts `role` and `content`, in field "
+        f"{fields.prompt!r}; got {_shown(value)}"
+    )
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+
+
+def _answer_of(place: str, value: Any, fields: Fields) -> str:
+    """The key as text. Files may hold whole numbers as floats beside others that are none: 42.0 is 42."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    raise ValueError(
+        f"data: {place}: expected text or a number in field {fields.answer!r}, got {_shown(value)} "
+        '(data.answer_field = "" if there is no key)'
+    )
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__} {value!r}"[:120]
+
+
+def _id_of(identity: str) -> str:
+    """BLAKE3 of the prompt, 128 bits in hex."""
+    return bytes_digest(identity.encode())[:32]

