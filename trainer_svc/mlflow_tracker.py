@@ -36,20 +36,20 @@ class MlflowTracker:
         experiment: str,
         run_name: str,
         run_id: str,
-        settings_file: Path,
+        settings: Mapping[str, Any],
         artifacts: Path,
     ) -> None:
         """
         Args:
             run_id: of a run that is continued; empty: a new one is made.
-            settings_file: the resolved settings, JSON.
+            settings: resolved, of all services.
             artifacts: where artifacts go when the tracker is a local file; a server has its own place.
         """
         self._client = MlflowClient(tracking_uri)
         self._experiment = experiment
         self._run_name = run_name
         self._run_id = run_id
-        self._settings_file = settings_file
+        self._settings = without_secrets(settings)
         self._continues = bool(run_id)
         self._artifact_location = artifacts if _is_local(tracking_uri) else None
 
@@ -60,11 +60,10 @@ class MlflowTracker:
             return self._run_id
         if not self._run_id:
             self._run_id = self._client.create_run(self._experiment_id(), run_name=self._run_name).info.run_id
-        settings = without_secrets(json.loads(self._settings_file.read_text()))
-        params = [Param(name, value[:MAX_PARAM_VAL_LENGTH]) for name, value in flat(settings)]
+        params = [Param(name, value[:MAX_PARAM_VAL_LENGTH]) for name, value in flat(self._settings)]
         for start in range(0, len(params), MAX_PARAMS_TAGS_PER_BATCH):
             self._client.log_batch(self._run_id, params=params[start : start + MAX_PARAMS_TAGS_PER_BATCH])
-        self._client.log_dict(self._run_id, settings, "settings.json")
+        self._client.log_dict(self._run_id, self._settings, "settings.json")
         return self._run_id
 
     def log_figures(self, step: int, figures: Mapping[str, float], time_s: float) -> None:

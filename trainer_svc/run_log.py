@@ -49,6 +49,7 @@ class RunLog:
         self._tracker: Tracker | None = None
         self._dropped = 0
         self._run_id = ""
+        self._ended = False
         self._thread = threading.Thread(target=self._work, name="run-log", daemon=True)
 
     def start(self) -> "RunLog":
@@ -81,9 +82,13 @@ class RunLog:
         self._put(f"folder {folder}", lambda tracker: tracker.log_folder(folder, name))
 
     def close(self, status: TrackedStatus, timeout_s: float) -> None:
-        """Ends the run with its true status, after what is queued; what takes longer than `timeout_s` is given up."""
-        if not self._thread.is_alive():
+        """Ends the run with its true status, after what is queued; what takes longer than `timeout_s` is given up.
+
+        A second call changes nothing.
+        """
+        if self._ended or not self._thread.is_alive():
             return
+        self._ended = True
         self._put("the run's end", lambda tracker: tracker.end(status))
         try:
             self._jobs.put_nowait(None)

@@ -12,10 +12,7 @@ mlflow = pytest.importorskip("mlflow")
 def test_a_run_is_logged_whole_and_continued_under_the_same_id(tmp_path: Path) -> None:
     from trainer_svc.mlflow_tracker import MlflowTracker
 
-    settings_file = tmp_path / "settings.json"
-    settings_file.write_text(
-        json.dumps({"run": {"id": "r"}, "kafka": {"client": {"sasl.password": "hush"}}, "note": "x" * 9000})
-    )
+    settings = {"run": {"id": "r"}, "kafka": {"client": {"sasl.password": "hush"}}, "note": "x" * 9000}
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
@@ -26,7 +23,7 @@ def test_a_run_is_logged_whole_and_continued_under_the_same_id(tmp_path: Path) -
             experiment="test",
             run_name="r",
             run_id=run_id,
-            settings_file=settings_file,
+            settings=settings,
             artifacts=tmp_path / "artifacts",
         )
 

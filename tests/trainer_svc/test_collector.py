@@ -1,0 +1,141 @@
+import threading
+from typing import Any
+
+import pytest
+
+from streamrl.errors import StaleAttemptError, UnavailableError
+from streamrl.identity import PURPOSE_TRAIN, BatchKey, SampleKey
+from streamrl.kafka.reader import Record
+from streamrl.v1.records_pb2 import ROLLOUT_STATUS_OK, Rollout
+from streamrl.v1.sample_pb2 import FINISH_REASON_STOP, LOGPROB_MODE_PROCESSED, VersionSpan
+from streamrl.v1.scheduler_pb2 import AbandonedSample, SampleOutcome
+from trainer_svc.acceptance import Acceptance, AcceptanceRules
+from trainer_svc.collector import Collector
+
+WAIT_S = 20.0
+FIRST, SECOND = BatchKey(PURPOSE_TRAIN, 0), BatchKey(PURPOSE_TRAIN, 1)
+
+
+class SomePrompt:
+    token_ids = (1, 2, 3)
+
+
+class Edges:
+    """What leaves the collector."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[SampleOutcome] = []
+        self.dead_letters: list[tuple[Record, str]] = []
+        acceptance = Acceptance(AcceptanceRules(attempt=1, max_staleness=1), self._score)
+        self.collector = Collector(
+            acceptance,
+            report=self.outcomes.append,
+            dead_letter=lambda record, reason: self.dead_letters.append((record, reason)),
+        )
+        self.collector.open(FIRST, [SomePrompt(), SomePrompt()], 2)
+        self.collector.open(SECOND, [SomePrompt(), SomePrompt()], 2)
+
+    @staticmethod
+    def _score(_prompt: Any, token_ids: Any, _truncated: bool) -> float:
+        return float(token_ids[0])
+
+
+def record(value: bytes, offset: int, partition: int = 0) -> Record:
+    return Record("rollouts", partition, offset, None, value)
+
+
+def rollout(key: BatchKey, group: int, sample: int, *, reward: int | None = None, attempt: int = 1) -> bytes:
+    return Rollout(
+        attempt=attempt,
+        id=SampleKey(*key, group, sample).to_proto(),
+        token_ids=[sample if reward is None else reward, 9],
+        logprobs=[-1.0, -1.0],
+        logprob_mode=LOGPROB_MODE_PROCESSED,
+        version_spans=[VersionSpan(weight_version=0, num_tokens=2)],
+        status=ROLLOUT_STATUS_OK,
+        finish_reason=FINISH_REASON_STOP,
+    ).SerializeToString()
+
+
+def test_samples_are_handed_out_once_when_enough_tokens_wait_or_the_batch_is_complete() -> None:
+    edges = Edges()
+    collector = edges.collector
+    collector.on_records([record(rollout(FIRST, 0, 0), 0), record(rollout(FIRST, 0, 1), 1)])
+    # A row is three tokens of prompt and two of answer.
+    assert collector.take(FIRST, min_tokens=11, timeout_s=0) is None
+    assert collector.take(FIRST, min_tokens=None, timeout_s=0) is None
+    taken = collector.take(FIRST, min_tokens=10, timeout_s=0)
+    assert taken is not None
+    samples, complete = taken
+    assert ([sample.identity for sample in samples], complete) == ([(0, 0, 0), (0, 0, 1)], False)
+    collector.on_records([record(rollout(FIRST, 1, 1), 2), record(rollout(FIRST, 1, 0), 3)])
+    taken = collector.take(FIRST, min_tokens=1000, timeout_s=0)
+    assert taken is not None
+    samples, complete = taken
+    assert ([sample.identity for sample in samples], complete) == ([(0, 1, 0), (0, 1, 1)], True)
+    assert collector.close(FIRST).counts.trained == 4
+    assert len(edges.outcomes) == 4
+
+
+def test_samples_of_equal_rewards_are_not_worth_a_pass() -> None:
+    collector = Edges().collector
+    collector.on_records([record(rollout(FIRST, 0, sample, reward=1), sample) for sample in (0, 1)])
+    collector.on_records([record(rollout(FIRST, 1, sample), 2 + sample) for sample in (0, 1)])
+    taken = collector.take(FIRST, min_tokens=None, timeout_s=0)
+    assert taken is not None
+    assert [sample.identity for sample in taken[0]] == [(0, 1, 0), (0, 1, 1)]
+    assert len(collector.close(FIRST).trained) == 4
+
+
+def test_a_record_that_is_no_rollout_is_put_aside_and_reading_goes_on() -> None:
+    edges = Edges()
+    edges.collector.on_records([record(b"\xff\xff", 0), record(rollout(FIRST, 0, 0), 1)])
+    assert [(letter.offset, bool(reason)) for letter, reason in edges.dead_letters] == [(0, True)]
+    assert len(edges.outcomes) == 1
+
+
+def test_the_frontier_is_the_first_record_of_an_unfinished_batch() -> None:
+    collector = Edges().collector
+    collector.on_records([record(rollout(FIRST, 0, 0), 5), record(rollout(SECOND, 0, 0), 6)])
+    collector.on_records([record(rollout(FIRST, 0, 1), 7), record(rollout(FIRST, 1, 0), 3, partition=1)])
+    collector.on_records([record(rollout(FIRST, 1, 1), 4, partition=1)])
+    assert collector.resume_positions() == {0: 5, 1: 3}
+    collector.close(FIRST)
+    assert collector.resume_positions() == {0: 6, 1: 5}
+
+
+def test_who_waits_is_woken_by_a_given_up_sample_and_by_an_error() -> None:
+    edges = Edges()
+    collector = edges.collector
+    ended: list[bool] = []
+    waiting = threading.Thread(target=lambda: ended.append(collector.wait_complete(FIRST, WAIT_S)))
+    waiting.start()
+    keys = [SampleKey(*FIRST, group, sample) for group in (0, 1) for sample in (0, 1)]
+    collector.on_abandoned([AbandonedSample(id=key.to_proto(), reason="gone") for key in keys])
+    waiting.join(WAIT_S)
+    assert ended == [True]
+    assert len(edges.outcomes) == 4
+
+    collector.fail(UnavailableError("the scheduler is away"))
+    collector.fail(UnavailableError("and something else"))
+    with pytest.raises(UnavailableError, match="scheduler"):
+        collector.take(SECOND, min_tokens=1, timeout_s=WAIT_S)
+    with pytest.raises(UnavailableError, match="scheduler"):
+        collector.check()
+
+
+def test_rollouts_of_a_later_attempt_end_this_trainer() -> None:
+    collector = Edges().collector
+    collector.on_records([record(rollout(FIRST, 0, 0, attempt=2), 0)])
+    with pytest.raises(StaleAttemptError):
+        collector.check()
+
+
+def test_a_scheduler_that_forgot_is_told_outcomes_of_open_batches_and_closed_ones() -> None:
+    collector = Edges().collector
+    collector.on_records([record(rollout(FIRST, group, sample), 0) for group in (0, 1) for sample in (0, 1)])
+    collector.on_records([record(rollout(SECOND, 0, 0), 9)])
+    collector.close(FIRST)
+    outcomes, closed = collector.known_outcomes()
+    assert ([outcome.id.batch for outcome in outcomes], closed) == ([1], [FIRST])
+    assert collector.waiting_rollouts() == 1

@@ -1,0 +1,102 @@
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from streamrl.identity import PURPOSE_EVALUATION, PURPOSE_TRAIN, BatchKey
+from streamrl.v1.records_pb2 import PromptRecord
+from streamrl.v1.sample_pb2 import SamplingSettings
+from trainer_svc.prompt_cursor import CursorState
+from trainer_svc.prompt_writer import BatchShape, PromptWriter
+
+
+@dataclass(frozen=True)
+class SomePrompt:
+    id: str
+    token_ids: tuple[int, ...] = (1, 2)
+
+
+PROMPTS = [SomePrompt(f"p{index}", (1, index)) for index in range(5)]
+
+
+class Topic:
+    """A topic that only keeps what is sent, and which batches were opened before."""
+
+    def __init__(self) -> None:
+        self.records: list[PromptRecord] = []
+        self.opened: list[tuple[BatchKey, list[str], int, int]] = []
+
+    def send(self, topic: str, value: bytes, *, key: bytes | None = None, partition: int = -1) -> None:
+        assert (topic, partition) == ("prompts", 0)
+        self.records.append(PromptRecord.FromString(value))
+
+    def open(self, key: BatchKey, prompts: Sequence[Any], samples_per_prompt: int) -> None:
+        self.opened.append((key, [prompt.id for prompt in prompts], samples_per_prompt, len(self.records)))
+
+    def ends(self) -> list[tuple[int, int, int]]:
+        ends = [record.batch_end for record in self.records if record.WhichOneof("kind") == "batch_end"]
+        return [(end.purpose, end.batch, end.num_groups) for end in ends]
+
+    def writer(self, *, max_staleness: int = 1, num_iterations: int = 4, first_batch: int = 0) -> PromptWriter:
+        return PromptWriter(
+            self,  # type: ignore[arg-type]
+            "prompts",
+            attempt=2,
+            shape=BatchShape(2, 3, num_iterations, max_staleness),
+            prompts=PROMPTS,
+            cursor=CursorState(0, len(PROMPTS)),
+            sampling=SamplingSettings(temperature=0.7, max_tokens=9, stop_token_ids=[2]),
+            open_batch=self.open,
+            first_batch=first_batch,
+        )
+
+
+def test_at_most_max_staleness_batches_are_written_ahead_and_none_after_the_last() -> None:
+    topic = Topic()
+    writer = topic.writer()
+    writer.write_ahead(0)
+    assert topic.ends() == [(PURPOSE_TRAIN, 0, 2), (PURPOSE_TRAIN, 1, 2)]
+    writer.write_ahead(0)
+    assert len(topic.ends()) == 2
+    for iteration in (1, 2, 3):
+        writer.write_ahead(iteration)
+    assert [batch for _, batch, _ in topic.ends()] == [0, 1, 2, 3]
+
+
+def test_a_batch_is_opened_before_its_prompts_and_closed_by_its_count() -> None:
+    topic = Topic()
+    topic.writer(max_staleness=0).write_ahead(0)
+    (key, ids, samples_per_prompt, written_before) = topic.opened[0]
+    assert (key, samples_per_prompt, written_before) == (BatchKey(PURPOSE_TRAIN, 0), 3, 0)
+    first, second, end = topic.records
+    assert [first.prompt.prompt_id, second.prompt.prompt_id] == ids
+    assert (second.prompt.group, second.prompt.num_samples, second.attempt) == (1, 3, 2)
+    assert second.prompt.sampling.temperature == SamplingSettings(temperature=0.7).temperature
+    assert end.batch_end.num_groups == 2
+
+
+def test_evaluation_is_one_greedy_answer_a_prompt() -> None:
+    topic = Topic()
+    key = topic.writer().write_evaluation(7, PROMPTS)
+    assert key == BatchKey(PURPOSE_EVALUATION, 7)
+    prompt = topic.records[4].prompt
+    assert (prompt.sampling.temperature, prompt.sampling.max_tokens, prompt.num_samples) == (0.0, 9, 1)
+    assert topic.ends() == [(PURPOSE_EVALUATION, 7, 5)]
+
+
+def test_a_run_that_goes_on_from_a_batch_draws_the_same_prompts_for_it() -> None:
+    topic, again = Topic(), Topic()
+    writer = topic.writer(max_staleness=2)
+    writer.write_ahead(0)
+    cursor = writer.cursor_before(1)
+    later = again.writer(max_staleness=0, first_batch=1)
+    later._cursor = CursorState.from_json(cursor.to_json(), len(PROMPTS))
+    later.write_ahead(1)
+    assert again.opened[0][:2] == topic.opened[1][:2]
+    # What was not drawn yet will be drawn from where the writer stands.
+    assert writer.cursor_before(3) == writer._cursor
+
+
+def test_the_end_of_the_run_is_a_record() -> None:
+    topic = Topic()
+    topic.writer().end_run()
+    assert topic.records[-1].WhichOneof("kind") == "run_end"

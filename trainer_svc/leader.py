@@ -1,0 +1,273 @@
+"""Rank 0: puts together everything that the training loop speaks to, and tells the world how the run ended."""
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from streamrl.digest import tokenizer_digest
+from streamrl.kafka.connection import Connection
+from streamrl.kafka.producer import RecordProducer
+from streamrl.kafka.reader import ReaderThread, RecordReader, all_partitions
+from streamrl.kafka.topics import Topics, create_topics
+from streamrl.spans import SpanLog
+from streamrl.v1.sample_pb2 import SamplingSettings
+from streamrl.v1.weights_pb2 import ModelFile
+from trainer_svc.acceptance import Acceptance, AcceptanceRules
+from trainer_svc.answer_table import AnswerTable
+from trainer_svc.collector import Collector
+from trainer_svc.control import TrainerControl
+from trainer_svc.dead_letters import DeadLetters
+from trainer_svc.evaluation import Evaluations
+from trainer_svc.final_model import save_final_model
+from trainer_svc.fleet_phase import FleetPhases
+from trainer_svc.fleet_watch import FleetWatch
+from trainer_svc.learner import Learner
+from trainer_svc.lineage import Lineage
+from trainer_svc.losses import AGGREGATIONS
+from trainer_svc.outcome_reporter import OutcomeReporter
+from trainer_svc.pacing import pacing_of
+from trainer_svc.prompt_cursor import CursorState
+from trainer_svc.prompt_writer import BatchShape, PromptWriter
+from trainer_svc.publisher import Publisher
+from trainer_svc.run_clock import RunClock
+from trainer_svc.run_log import RunLog, TrackedStatus, Tracker
+from trainer_svc.settings import TrainerSettings
+from trainer_svc.summary import RunStatus, RunTotals, summarise, write_summary
+from trainer_svc.task import Task
+from trainer_svc.train_loop import LoopSettings, Parts, TrainLoop
+
+logger = logging.getLogger(__name__)
+
+_BROKER_ANSWERS_S = 15.0
+_CLOSE_LOG_S = 300.0
+_CLOSE_LOG_IN_HASTE_S = 15.0
+"""When a run was stopped or has failed, somebody waits for this process to end."""
+_CANARY_TOKENS = 512
+
+
+def lead(
+    settings: TrainerSettings,
+    instance: str,
+    control: TrainerControl,
+    learner: Learner,
+    task: Task,
+    model_files: Sequence[ModelFile],
+) -> None:
+    """Trains, from the first prompt to the summary.
+
+    Args:
+        instance: name of this process in the run.
+        learner: holds the initial weights; its other ranks follow.
+        task: prompts and rewards.
+        model_files: config and tokenizer.
+
+    Raises:
+        StreamRLError: the run failed; its summary and the tracker say so too.
+    """
+    run_log = RunLog(_tracker_of(settings)).start()
+    tracked: TrackedStatus = "FAILED"
+    try:
+        with ExitStack() as stack:
+            run = _assemble(settings, instance, control, learner, task, model_files, run_log, stack)
+            status: RunStatus = "failed"
+            try:
+                completed = run.loop.run()
+                _save_model(settings, learner, model_files, run_log)
+                learner.end()
+                status, tracked = ("completed", "FINISHED") if completed else ("stopped", "KILLED")
+            finally:
+                run_log.close(tracked, _CLOSE_LOG_S if status == "completed" else _CLOSE_LOG_IN_HASTE_S)
+                write_summary(settings.run.folder, summarise(status, run.totals()))
+    finally:
+        run_log.close(tracked, _CLOSE_LOG_IN_HASTE_S)
+        control.show("done")
+
+
+@dataclass(frozen=True)
+class _Run:
+    loop: TrainLoop
+    totals: Callable[[], RunTotals]
+
+
+def _assemble(
+    settings: TrainerSettings,
+    instance: str,
+    control: TrainerControl,
+    learner: Learner,
+    task: Task,
+    model_files: Sequence[ModelFile],
+    run_log: RunLog,
+    stack: ExitStack,
+) -> _Run:
+    """Connects everything; the stack ends it, the last first.
+
+    Raises:
+        BrokerUnavailableError: Kafka does not answer.
+    """
+    run, rpc, trainer = settings.run, settings.rpc, settings.trainer
+    connection, topics = Connection(settings.kafka, instance), Topics(run.id)
+    connection.check(_BROKER_ANSWERS_S)
+    create_topics(connection, topics, settings.scheduler.max_instances)
+    producer = stack.enter_context(RecordProducer(connection))
+    dead_letters = DeadLetters(producer, topics.dead_letters, attempt=run.attempt)
+    lineage, clock = Lineage(), RunClock()
+
+    collector = Collector(
+        Acceptance(_rules_of(settings), task.score),
+        report=lambda outcome: reporter.report(outcome),
+        dead_letter=dead_letters.send,
+    )
+    reporter = OutcomeReporter(
+        rpc.scheduler_address,
+        run_id=run.id,
+        attempt=run.attempt,
+        tokenizer_digest=tokenizer_digest(model_files),
+        deadline_s=rpc.deadline_s,
+        patience_s=rpc.patience_s,
+        known_outcomes=collector.known_outcomes,
+        on_abandoned=collector.on_abandoned,
+        on_error=collector.fail,
+    ).start()
+    stack.callback(reporter.close)
+    watch = FleetWatch(
+        run_id=run.id,
+        scheduler_address=rpc.scheduler_address,
+        weights_address=rpc.weights_address,
+        deadline_s=rpc.deadline_s,
+    ).start()
+    stack.callback(watch.close)
+    publisher = Publisher(
+        rpc.weights_address,
+        run.id,
+        run.attempt,
+        chunk_bytes=settings.weights.chunk_bytes,
+        deadline_s=rpc.deadline_s,
+        patience_s=rpc.patience_s,
+    )
+    stack.callback(publisher.close)
+    rollouts = RecordReader(connection, topics.rollouts, all_partitions(settings.kafka.rollout_partitions))
+    stack.callback(ReaderThread(rollouts, collector.on_records, collector.fail).start().close)
+    writer = PromptWriter(
+        producer,
+        topics.prompts,
+        attempt=run.attempt,
+        shape=BatchShape(
+            prompts_per_batch=settings.data.prompts_per_batch,
+            samples_per_prompt=settings.data.samples_per_prompt,
+            num_iterations=trainer.num_iterations,
+            max_staleness=settings.pipeline.max_staleness,
+        ),
+        prompts=task.prompts.train,
+        cursor=CursorState(run.seed, len(task.prompts.train)),
+        sampling=SamplingSettings(
+            temperature=settings.generator.temperature,
+            max_tokens=settings.generator.max_tokens,
+            stop_token_ids=task.stop_token_ids,
+        ),
+        open_batch=collector.open,
+    )
+    evaluations = Evaluations(
+        task.prompts.evaluation[: settings.eval.num_prompts],
+        every=settings.eval.every,
+        num_iterations=trainer.num_iterations,
+        writer=writer,
+        collector=collector,
+    )
+    phases = FleetPhases(rpc.scheduler_address, run_id=run.id, attempt=run.attempt, patience_s=rpc.patience_s)
+    loop = TrainLoop(
+        LoopSettings(
+            attempt=run.attempt,
+            num_iterations=trainer.num_iterations,
+            checkpoint_every=trainer.checkpoint_every,
+            keep_checkpoints=trainer.keep_checkpoints,
+            no_progress_s=trainer.no_progress_s,
+            checkpoint_folder=run.folder / "checkpoints",
+        ),
+        Parts(
+            learner=learner,
+            aggregation=AGGREGATIONS[trainer.loss_aggregation],
+            pacing=pacing_of(settings, phases.set),
+            writer=writer,
+            collector=collector,
+            reporter=reporter,
+            evaluations=evaluations,
+            publisher=publisher,
+            watch=watch,
+            run_log=run_log,
+            answer_table=AnswerTable(task.describe, settings.mlflow.sample_answers),
+            spans=SpanLog(producer, topics.spans, service="trainer_svc", instance="rank-0", attempt=run.attempt),
+            control=control,
+            clock=clock,
+            dead_letters=lambda: dead_letters.count + watch.dead_letters,
+        ),
+        lineage,
+        model_files=model_files,
+        canaries=task.canaries(_CANARY_TOKENS),
+    )
+
+    def totals() -> RunTotals:
+        watch.refresh()
+        bytes_full, bytes_sent = watch.traffic
+        return RunTotals(
+            run_id=run.id,
+            attempt=run.attempt,
+            lineage=lineage,
+            wall_s=clock.wall_s,
+            counts=collector.counts(),
+            redispatched=reporter.redispatched,
+            dead_letters=dead_letters.count + watch.dead_letters,
+            idle_trainer=clock.idle_share,
+            idle_generator=watch.idle_share,
+            bytes_full=bytes_full,
+            bytes_sent=bytes_sent,
+            mlflow_tracking_uri=settings.mlflow_tracking_uri,
+            mlflow_run_id=run_log.tracker_run_id,
+        )
+
+    return _Run(loop, totals)
+
+
+def _rules_of(settings: TrainerSettings) -> AcceptanceRules:
+    return AcceptanceRules(
+        attempt=settings.run.attempt,
+        max_staleness=settings.pipeline.max_staleness,
+        algorithm=settings.trainer.algorithm,
+        truncated=settings.trainer.truncated,
+        incomplete_groups=settings.trainer.incomplete_groups,
+    )
+
+
+def _save_model(settings: TrainerSettings, learner: Learner, model_files: Sequence[ModelFile], run_log: RunLog) -> None:
+    folder = settings.run.folder / "model"
+    save_final_model(folder, learner.weights(), model_files)
+    logger.info("the model is in %s", folder)
+    run_log.folder(folder, "model")
+
+
+def _tracker_of(settings: TrainerSettings) -> Callable[[], Tracker] | None:
+    if not settings.mlflow_tracking_uri:
+        return None
+
+    def make() -> Tracker:
+        from trainer_svc.mlflow_tracker import MlflowTracker
+
+        return MlflowTracker(
+            tracking_uri=settings.mlflow_tracking_uri,
+            experiment=settings.mlflow.experiment,
+            run_name=settings.run.id,
+            run_id="",
+            settings=_all_settings(settings),
+            artifacts=settings.run.dir / "mlartifacts",
+        )
+
+    return make
+
+
+def _all_settings(settings: TrainerSettings) -> dict[str, Any]:
+    """Those of all services where the run folder has them, else the trainer's own."""
+    file = settings.run.folder / "settings.json"
+    resolved: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else settings.model_dump(mode="json")
+    return resolved

@@ -1,0 +1,88 @@
+"""The life of one trainer rank: join the others, load the model, then lead or follow."""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from streamrl.v1.weights_pb2 import ModelFile
+from trainer_svc.control import TrainerControl
+from trainer_svc.leader import lead
+from trainer_svc.learner import Learner
+from trainer_svc.losses import AGGREGATIONS
+from trainer_svc.model_cache import default_cache_folder
+from trainer_svc.models import ModelFiles, resolve_model
+from trainer_svc.policy import Policy
+from trainer_svc.ranks import join_ranks
+from trainer_svc.settings import TrainerSettings
+from trainer_svc.task import load_task
+
+logger = logging.getLogger(__name__)
+
+
+def run_rank(
+    settings: TrainerSettings,
+    control: TrainerControl,
+    instance: str,
+    *,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+) -> None:
+    """Returns when the run is over.
+
+    Args:
+        instance: name of this process in the run.
+        command: what starts this program again, for the other ranks.
+        environment: of this process.
+
+    Raises:
+        StreamRLError: the run failed.
+        ValueError: what the settings name cannot be used.
+    """
+    trainer = settings.trainer
+    torch.set_num_threads(trainer.num_threads)
+    torch.manual_seed(settings.run.seed)
+    with join_ranks(trainer.num_ranks, command, environment) as ranks:
+        model = resolve_model(
+            settings.model.path,
+            dtype=settings.model.dtype,
+            seed=settings.run.seed,
+            cache_folder=default_cache_folder(),
+        )
+        # Before the model itself, which takes longer: bad data is to be told at once.
+        task = load_task(settings, model) if ranks.rank == 0 else None
+        policy = _policy(settings, model)
+        learner = Learner(
+            policy,
+            ranks,
+            aggregation=AGGREGATIONS[trainer.loss_aggregation],
+            micro_batch_tokens=trainer.micro_batch_tokens,
+        )
+        try:
+            if task is None:
+                learner.follow()
+            else:
+                files = [ModelFile(name=name, content=content) for name, content in model.files.items()]
+                lead(settings, instance, control, learner, task, files)
+        finally:
+            policy.close()
+            if task is not None:
+                task.rewards.close()
+
+
+def _policy(settings: TrainerSettings, model: ModelFiles) -> Policy:
+    trainer = settings.trainer
+    return Policy(
+        model.load_model(),
+        algorithm=trainer.algorithm,
+        temperature=settings.generator.temperature,
+        clip=trainer.clip_ratio,
+        learning_rate=trainer.learning_rate,
+        warmup_steps=trainer.warmup_steps,
+        betas=trainer.betas,
+        weight_decay=trainer.weight_decay,
+        max_grad_norm=trainer.max_grad_norm,
+        zero_stage=trainer.zero_stage,
+        dtype=settings.model.dtype,
+        gradient_checkpointing=trainer.gradient_checkpointing,
+    )
