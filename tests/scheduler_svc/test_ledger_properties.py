@@ -1,0 +1,453 @@
+"""What the ledger gives whatever happens: a model of a fleet and a trainer that lose, delay and repeat what they say.
+
+The model's instances keep their side of the lease: each counts from the last answer that it heard, and stops by itself.
+Answers may be late by nearly a lease, requests and answers may be lost, processes die, drain, come back, and the
+scheduler itself may be restarted. At the end of each run the model plays on without faults, and everything must come to
+its end.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from scheduler_svc.batches import SampleState
+from scheduler_svc.ledger import Ledger
+from scheduler_svc.settings import SchedulerSection, SchedulerSettings
+from streamrl.identity import PURPOSE_EVALUATION, PURPOSE_TRAIN, BatchKey, SampleKey
+from streamrl.settings import PipelineSection, RunSection, SamplingView
+from streamrl.staleness import required_version
+from streamrl.v1.records_pb2 import Assignment, BatchEnd, Prompt, PromptRecord
+from streamrl.v1.sample_pb2 import SamplingSettings
+from streamrl.v1.scheduler_pb2 import (
+    OUTCOME_ACCEPTED,
+    OUTCOME_DROPPED,
+    OUTCOME_REJECTED,
+    ClosedBatch,
+    DrainRequest,
+    HeartbeatRequest,
+    HeartbeatResponse,
+    RegisterRequest,
+    ReportBatchRequest,
+    SampleOutcome,
+)
+
+LEASE_S = 8
+MAX_RUNNING = 2
+MAX_STALENESS = 1
+NAMES = ["a", "b", "c"]
+
+
+@dataclass
+class Instance:
+    """A generator as it should be."""
+
+    name: str
+    incarnation: int = 0
+    partition: int = 0
+    registered: bool = False
+    draining: bool = False
+    heard_at: float = 0.0
+    read: int = 0
+    """Records of its partition that it has read."""
+    waiting: dict[SampleKey, int] = field(default_factory=dict)
+    """Samples with the number of their dispatch."""
+    running: dict[SampleKey, int] = field(default_factory=dict)
+    given_back: list[SampleKey] = field(default_factory=list)
+    not_revoked: list[SampleKey] = field(default_factory=list)
+    answers: list[tuple[float, HeartbeatResponse]] = field(default_factory=list)
+    """On their way, with the time at which they arrive."""
+
+    def lose_everything(self) -> None:
+        self.registered = self.draining = False
+        for kept in (self.waiting, self.running, self.given_back, self.not_revoked, self.answers):
+            kept.clear()
+
+
+@dataclass(frozen=True)
+class Rollout:
+    key: SampleKey
+    instance: str
+    incarnation: int
+    dispatch: int
+    usable: bool
+
+
+class Fleet(RuleBasedStateMachine):
+    @initialize(policy=st.sampled_from(["longest_first", "round_robin", "random"]), under_way=st.booleans())
+    def begin(self, policy: str, under_way: bool) -> None:
+        self.settings = SchedulerSettings(
+            run=RunSection(id="run"),
+            pipeline=PipelineSection(mode="async", max_staleness=MAX_STALENESS),
+            generator=SamplingView(num_instances=2),
+            scheduler=SchedulerSection(
+                lease_s=LEASE_S, fleet_wait_s=20, max_dispatches=3, max_instances=3, dispatch=policy
+            ),
+        )
+        self.now = 0.0
+        self.lives = 1
+        self.ledger = Ledger(self.settings, incarnation=1000, started_at=0.0)
+        self.log: list[PromptRecord] = []
+        self.partitions: list[list[Assignment]] = [[], [], []]
+        self.instances = {name: Instance(name) for name in NAMES}
+        self.on_their_way: list[Rollout] = []
+        # The trainer.
+        self.version = -1
+        self.next_batch = 0
+        self.wanted: dict[BatchKey, set[SampleKey]] = {}
+        self.resolved: dict[SampleKey, SampleOutcome] = {}
+        self.abandoned: set[SampleKey] = set()
+        self.closed: list[BatchKey] = []
+        self.to_report: list[SampleOutcome] = []
+        self.to_close: list[BatchKey] = []
+        self.reported_before: list[SampleOutcome] = []
+        self.scheduler_incarnation: int | None = None
+        if under_way:
+            self.publish()
+            self.report(again=False)
+            self.write_batch(num_groups=4, num_samples=2)
+            for name in NAMES[:2]:
+                self.register(name)
+            self.wait(LEASE_S, dict.fromkeys(NAMES, "well"))
+
+    # The trainer writes, publishes, takes, reports.
+
+    @property
+    def trained(self) -> int:
+        return sum(key.purpose == PURPOSE_TRAIN for key in self.closed)
+
+    @rule(num_groups=st.integers(1, 5), num_samples=st.integers(1, 3))
+    def write_batch(self, num_groups: int, num_samples: int) -> None:
+        if self.next_batch <= self.trained + MAX_STALENESS:
+            self._write(BatchKey(PURPOSE_TRAIN, self.next_batch), num_groups, num_samples)
+            self.next_batch += 1
+
+    @rule(num_groups=st.integers(1, 3))
+    def write_evaluation(self, num_groups: int) -> None:
+        key = BatchKey(PURPOSE_EVALUATION, self.trained)
+        if key not in self.wanted and key not in self.closed:
+            self._write(key, num_groups, 1)
+
+    def _write(self, key: BatchKey, num_groups: int, num_samples: int) -> None:
+        sampling = SamplingSettings(temperature=1.0, max_tokens=50)
+        for group in range(num_groups):
+            prompt = Prompt(
+                purpose=key.purpose,  # type: ignore[arg-type]
+                batch=key.batch,
+                group=group,
+                prompt_id=f"p{group}",
+                token_ids=[group],
+                sampling=sampling,
+                num_samples=num_samples,
+            )
+            self._record(PromptRecord(attempt=1, prompt=prompt))
+        end = BatchEnd(purpose=key.purpose, batch=key.batch, num_groups=num_groups)  # type: ignore[arg-type]
+        self._record(PromptRecord(attempt=1, batch_end=end))
+        self.wanted[key] = {SampleKey(*key, group, s) for group in range(num_groups) for s in range(num_samples)}
+        self._advance()
+
+    def _record(self, record: PromptRecord) -> None:
+        self.log.append(record)
+        self.ledger.take_record(record)
+
+    @rule()
+    def publish(self) -> None:
+        if self.version < self.trained:
+            self.version += 1
+            self.ledger.announce(self.version, 1)
+            self._advance()
+
+    @precondition(lambda self: self.on_their_way)
+    @rule(data=st.data(), again=st.booleans())
+    def receive(self, data: st.DataObject, again: bool) -> None:
+        index = data.draw(st.integers(0, len(self.on_their_way) - 1))
+        rollout = self.on_their_way[index]
+        if not again:
+            del self.on_their_way[index]
+        self._take(rollout)
+
+    def _take(self, rollout: Rollout) -> None:
+        key = rollout.key
+        if key.batch_key not in self.wanted or key in self.resolved:
+            return
+        outcome = SampleOutcome(
+            id=key.to_proto(), outcome=OUTCOME_ACCEPTED, num_tokens=1 + 7 * key.group, dispatch=rollout.dispatch
+        )
+        if rollout.usable:
+            self.resolved[key] = outcome
+        else:
+            outcome.outcome = OUTCOME_REJECTED
+            outcome.incarnation = rollout.incarnation
+        self.to_report.append(outcome)
+        self._close_whole_batches()
+
+    def _close_whole_batches(self) -> None:
+        for key in list(self.wanted):
+            in_turn = key.purpose == PURPOSE_EVALUATION or key.batch == self.trained
+            if in_turn and self.wanted[key] <= self.resolved.keys():
+                del self.wanted[key]
+                self.closed.append(key)
+                self.to_close.append(key)
+
+    @rule(again=st.booleans())
+    def report(self, again: bool) -> None:
+        outcomes, closed = self.to_report, self.to_close
+        complete = self.scheduler_incarnation is None
+        if complete:
+            outcomes = [
+                *(self.resolved[key] for keys in self.wanted.values() for key in sorted(keys) if key in self.resolved),
+                *outcomes,
+            ]
+            closed = self.closed
+        if again:
+            outcomes = [*outcomes, *self.reported_before]
+        self.reported_before = self.to_report
+        self.to_report, self.to_close = [], []
+        response = self.ledger.report(
+            ReportBatchRequest(
+                run_id="run",
+                attempt=1,
+                outcomes=outcomes,
+                closed=[ClosedBatch(purpose=key.purpose, batch=key.batch) for key in closed],  # type: ignore[arg-type]
+                complete=complete,
+            )
+        )
+        known, new = self.scheduler_incarnation, response.scheduler_incarnation
+        self.scheduler_incarnation = new if known in (None, new) else None
+        for given_up in response.abandoned:
+            key = SampleKey.from_proto(given_up.id)
+            if key.batch_key in self.wanted and key not in self.resolved:
+                self.abandoned.add(key)
+                self.resolved[key] = SampleOutcome(id=given_up.id, outcome=OUTCOME_DROPPED)
+                self.to_report.append(self.resolved[key])
+        self._close_whole_batches()
+        self._advance()
+
+    # Instances.
+
+    @rule(name=st.sampled_from(NAMES))
+    def register(self, name: str) -> None:
+        instance = self.instances[name]
+        if instance.registered:
+            return
+        instance.lose_everything()
+        request = RegisterRequest(run_id="run", attempt=1, instance=name, max_running=MAX_RUNNING)
+        response = self.ledger.register(request, self.now)
+        assert response.incarnation > instance.incarnation
+        instance.incarnation, instance.partition = response.incarnation, response.partition
+        instance.registered, instance.heard_at, instance.read = True, self.now, 0
+        self._advance()
+
+    @rule(
+        seconds=st.sampled_from([1, 1, 2, 4, LEASE_S, 12, 2 * LEASE_S]),
+        links=st.fixed_dictionaries(
+            {name: st.sampled_from(["well", "well", "late", "deaf", "mute"]) for name in NAMES}
+        ),
+    )
+    def wait(self, seconds: int, links: dict[str, str]) -> None:
+        """Time passes; each instance's connection is well, has late answers, loses them, or loses its requests too."""
+        for _ in range(seconds):
+            self.now += 1
+            for instance in self.instances.values():
+                self._hear(instance)
+                if instance.registered and self.now - instance.heard_at >= LEASE_S:
+                    instance.lose_everything()
+                if instance.registered and links[instance.name] != "mute":
+                    self._heartbeat(instance, links[instance.name])
+            self._advance()
+
+    def _heartbeat(self, instance: Instance, link: str) -> None:
+        request = HeartbeatRequest(
+            run_id="run",
+            attempt=1,
+            instance=instance.name,
+            incarnation=instance.incarnation,
+            draining=instance.draining,
+            revoked=[key.to_proto() for key in instance.given_back],
+            not_revoked=[key.to_proto() for key in instance.not_revoked],
+        )
+        self.ledger.heartbeat(request, self.now)
+        instance.given_back.clear()
+        instance.not_revoked.clear()
+        if link != "deaf":
+            arrives_at = self.now + (LEASE_S - 1 if link == "late" else 0)
+            instance.answers.append((arrives_at, self.ledger.answer(instance.name, instance.incarnation)))
+            self._hear(instance)
+
+    def _hear(self, instance: Instance) -> None:
+        while instance.answers and instance.answers[0][0] <= self.now:
+            _, answer = instance.answers.pop(0)
+            if not answer.lease_granted:
+                instance.lose_everything()
+                return
+            instance.heard_at = self.now
+            self._read(instance)
+            for key in map(SampleKey.from_proto, answer.revoke):
+                if instance.waiting.pop(key, None) or instance.running.pop(key, None):
+                    instance.given_back.append(key)
+                else:
+                    instance.not_revoked.append(key)
+
+    @rule(name=st.sampled_from(NAMES))
+    def work(self, name: str) -> None:
+        instance = self.instances[name]
+        if instance.registered:
+            self._read(instance)
+            for key in list(instance.waiting)[: MAX_RUNNING - len(instance.running)]:
+                instance.running[key] = instance.waiting.pop(key)
+
+    def _read(self, instance: Instance) -> None:
+        for assignment in self.partitions[instance.partition][instance.read :]:
+            if assignment.incarnation == instance.incarnation:
+                for draw in assignment.draws:
+                    key = SampleKey(assignment.purpose, assignment.batch, assignment.group, draw.sample)
+                    instance.waiting[key] = draw.dispatch
+        instance.read = len(self.partitions[instance.partition])
+        if instance.draining:
+            instance.given_back += instance.waiting
+            instance.waiting.clear()
+
+    @rule(name=st.sampled_from(NAMES), usable=st.booleans())
+    def finish(self, name: str, usable: bool) -> None:
+        instance = self.instances[name]
+        for key in list(instance.running)[:1]:
+            dispatch = instance.running.pop(key)
+            self.on_their_way.append(Rollout(key, name, instance.incarnation, dispatch, usable))
+
+    @rule(name=st.sampled_from(NAMES), data=st.data())
+    def kill(self, name: str, data: st.DataObject) -> None:
+        """The process ends, and what it had not delivered yet may be lost with it."""
+        self.instances[name].lose_everything()
+        self.on_their_way = [
+            rollout for rollout in self.on_their_way if rollout.instance != name or data.draw(st.booleans())
+        ]
+
+    @rule(name=st.sampled_from(NAMES))
+    def drain(self, name: str) -> None:
+        instance = self.instances[name]
+        if instance.registered and not instance.draining:
+            instance.draining = True
+            self._read(instance)
+            self._say_drain(instance, stopped=False)
+
+    @rule(name=st.sampled_from(NAMES))
+    def stop(self, name: str) -> None:
+        instance = self.instances[name]
+        if instance.registered and instance.draining and not instance.running:
+            self._say_drain(instance, stopped=True)
+            instance.lose_everything()
+
+    def _say_drain(self, instance: Instance, *, stopped: bool) -> None:
+        request = DrainRequest(
+            run_id="run", attempt=1, instance=instance.name, incarnation=instance.incarnation, stopped=stopped
+        )
+        self.ledger.drain(request, self.now)
+        self._advance()
+
+    # The scheduler.
+
+    @rule()
+    def restart_scheduler(self) -> None:
+        """A new process reads the topic from the beginning; streams to the old one have broken."""
+        self.lives += 1
+        self.ledger = Ledger(self.settings, incarnation=1000 * self.lives, started_at=self.now)
+        if self.version >= 0:
+            self.ledger.announce(self.version, 1)
+        for record in self.log:
+            self.ledger.take_record(record)
+        for instance in self.instances.values():
+            instance.answers.clear()
+
+    def _advance(self) -> None:
+        for outgoing in self.ledger.advance(self.now):
+            self._check_version(outgoing.assignment)
+            self.partitions[outgoing.partition].append(outgoing.assignment)
+        for life in self.ledger.take_news():
+            instance = self.instances[life.name]
+            if instance.incarnation == life.incarnation and (life.ended or life.heard_lately(self.now)):
+                # It cannot overtake what was said before.
+                arrives_at = max([self.now + LEASE_S / 2 - 1, *(at for at, _ in instance.answers)])
+                instance.answers.append((arrives_at, self.ledger.answer(life.name, life.incarnation)))
+
+    def _check_version(self, assignment: Assignment) -> None:
+        assert assignment.min_weight_version <= self.version
+        if assignment.purpose == PURPOSE_EVALUATION:
+            assert assignment.exact_weight_version == assignment.batch
+        else:
+            assert assignment.min_weight_version == required_version(assignment.batch, MAX_STALENESS)
+            assert not assignment.HasField("exact_weight_version")
+
+    # What must hold.
+
+    @invariant()
+    def no_sample_has_two_live_owners(self) -> None:
+        holders: Counter[SampleKey] = Counter()
+        for instance in self.instances.values():
+            if instance.registered:
+                unread = [
+                    SampleKey(assignment.purpose, assignment.batch, assignment.group, draw.sample)
+                    for assignment in self.partitions[instance.partition][instance.read :]
+                    if assignment.incarnation == instance.incarnation
+                    for draw in assignment.draws
+                ]
+                holders.update({*instance.waiting, *instance.running, *unread})
+        assert not [key for key, count in holders.items() if count > 1]
+
+    @invariant()
+    def the_books_agree(self) -> None:
+        owned: Counter[str] = Counter()
+        for batch in self.ledger.samples.batches.values():
+            samples = [sample for group in batch.groups.values() for sample in group.samples]
+            assert +batch.counts == Counter(sample.state for sample in samples)
+            at = Counter(sample.owner.name for sample in samples if sample.owner is not None)
+            assert +batch.outstanding_at == at
+            owned += at
+            for sample in samples:
+                assert (sample.owner is not None) == (sample.state is SampleState.ASSIGNED)
+                assert sample.owner is None or sample.owner.samples[sample.key] is sample
+                assert sample.attempts_used <= 3
+        for life in self.ledger.registry.lives():
+            assert len(life.samples) == owned[life.name]
+            assert life.outstanding_tokens == sum(sample.expected_tokens for sample in life.samples.values())
+            assert not (life.ended and life.samples)
+
+    def teardown(self) -> None:
+        """Without further faults everything comes to its end."""
+        if not hasattr(self, "ledger"):
+            return
+        for _ in range(60):
+            for name in NAMES:
+                self.register(name)
+                self.work(name)
+                if self.instances[name].draining:
+                    self.stop(name)
+                for _ in range(MAX_RUNNING):
+                    self.finish(name, usable=True)
+            on_their_way, self.on_their_way = self.on_their_way, []
+            for rollout in on_their_way:
+                self._take(rollout)
+            self.report(again=False)
+            self.publish()
+            self.wait(2, dict.fromkeys(NAMES, "well"))
+            self.no_sample_has_two_live_owners()
+            self.the_books_agree()
+        assert not self.wanted, f"{self.wanted} never came to an end"
+        assert not self.ledger.samples.batches
+        for record in self.log:
+            if record.WhichOneof("kind") == "prompt":
+                prompt = record.prompt
+                for sample in range(prompt.num_samples):
+                    key = SampleKey(prompt.purpose, prompt.batch, prompt.group, sample)
+                    given_up = self.resolved[key].outcome == OUTCOME_DROPPED
+                    assert given_up == (key in self.abandoned)
+
+
+TestFleet = Fleet.TestCase
+TestFleet.settings = settings(
+    max_examples=60,
+    stateful_step_count=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
