@@ -38,6 +38,9 @@ LEASE_S = 8
 MAX_RUNNING = 2
 MAX_STALENESS = 1
 NAMES = ["a", "b", "c"]
+LINKS = ["well", "well", "late", "last words", "deaf", "mute"]
+"""How a connection is for a while: well; answers come late; one late answer and then nothing; answers are lost; requests
+are lost too."""
 
 
 @dataclass
@@ -242,20 +245,19 @@ class Fleet(RuleBasedStateMachine):
 
     @rule(
         seconds=st.sampled_from([1, 1, 2, 4, LEASE_S, 12, 2 * LEASE_S]),
-        links=st.fixed_dictionaries(
-            {name: st.sampled_from(["well", "well", "late", "deaf", "mute"]) for name in NAMES}
-        ),
+        links=st.fixed_dictionaries({name: st.sampled_from(LINKS) for name in NAMES}),
     )
     def wait(self, seconds: int, links: dict[str, str]) -> None:
-        """Time passes; each instance's connection is well, has late answers, loses them, or loses its requests too."""
-        for _ in range(seconds):
+        """Time passes, and each instance's connection is as LINKS says."""
+        for second in range(seconds):
             self.now += 1
             for instance in self.instances.values():
                 self._hear(instance)
                 if instance.registered and self.now - instance.heard_at >= LEASE_S:
                     instance.lose_everything()
-                if instance.registered and links[instance.name] != "mute":
-                    self._heartbeat(instance, links[instance.name])
+                link = links[instance.name]
+                if instance.registered and link != "mute" and not (link == "last words" and second > 0):
+                    self._heartbeat(instance, link)
             self._advance()
 
     def _heartbeat(self, instance: Instance, link: str) -> None:
@@ -272,7 +274,7 @@ class Fleet(RuleBasedStateMachine):
         instance.given_back.clear()
         instance.not_revoked.clear()
         if link != "deaf":
-            arrives_at = self.now + (LEASE_S - 1 if link == "late" else 0)
+            arrives_at = self.now + (0 if link == "well" else LEASE_S - 1)
             instance.answers.append((arrives_at, self.ledger.answer(instance.name, instance.incarnation)))
             self._hear(instance)
 
@@ -316,9 +318,11 @@ class Fleet(RuleBasedStateMachine):
             dispatch = instance.running.pop(key)
             self.on_their_way.append(Rollout(key, name, instance.incarnation, dispatch, usable))
 
-    @rule(name=st.sampled_from(NAMES), data=st.data())
-    def kill(self, name: str, data: st.DataObject) -> None:
+    @rule(name=st.sampled_from(NAMES), really=st.booleans(), data=st.data())
+    def kill(self, name: str, really: bool, data: st.DataObject) -> None:
         """The process ends, and what it had not delivered yet may be lost with it."""
+        if not really:
+            return
         self.instances[name].lose_everything()
         self.on_their_way = [
             rollout for rollout in self.on_their_way if rollout.instance != name or data.draw(st.booleans())
@@ -346,11 +350,23 @@ class Fleet(RuleBasedStateMachine):
         self.ledger.drain(request, self.now)
         self._advance()
 
+    @rule()
+    def all_goes_well(self) -> None:
+        for name in NAMES:
+            self.register(name)
+            self.work(name)
+        self.report(again=False)
+        self.publish()
+        self.write_batch(num_groups=5, num_samples=2)
+        self.wait(1, dict.fromkeys(NAMES, "well"))
+
     # The scheduler.
 
-    @rule()
-    def restart_scheduler(self) -> None:
+    @rule(really=st.sampled_from([False, False, True]))
+    def restart_scheduler(self, really: bool) -> None:
         """A new process reads the topic from the beginning; streams to the old one have broken."""
+        if not really:
+            return
         self.lives += 1
         self.ledger = Ledger(self.settings, incarnation=1000 * self.lives, started_at=self.now)
         if self.version >= 0:
