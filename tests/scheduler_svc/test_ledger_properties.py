@@ -39,8 +39,8 @@ MAX_RUNNING = 2
 MAX_STALENESS = 1
 NAMES = ["a", "b", "c"]
 LINKS = ["well", "well", "late", "last words", "deaf", "mute"]
-"""How a connection is for a while: well; answers come late; one late answer and then nothing; answers are lost; requests
-are lost too."""
+"""How a connection is for a while: well; answers come late; one late answer and then nothing; answers are lost;
+requests are lost too."""
 
 
 @dataclass
