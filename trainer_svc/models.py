@@ -231,10 +231,20 @@ def _download(name: str) -> Path:
         ) from error
 
 
+# What tokenizer_config.json names when tokenizer.json says all.
+_GENERIC_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
+
+
 def _load_tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
+        # AutoTokenizer gives some architectures (Qwen2) their family's own tokenizer whatever the files say: it would
+        # split this folder's words into others.
+        config = folder / "tokenizer_config.json"
+        named = json.loads(config.read_text()).get("tokenizer_class") if config.is_file() else None
+        if named in _GENERIC_TOKENIZERS and (folder / "tokenizer.json").is_file():
+            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"model.path: the tokenizer in {folder} does not load: {_brief(error)}") from error
