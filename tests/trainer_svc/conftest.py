@@ -274,15 +274,18 @@ class RunningFleet:
         self._reader = ReaderThread(reader, fleet.on_records, fleet.errors.append).start()
         for thread in self._threads:
             thread.start()
-        self._servers = [
-            Server(
-                "streamrl.v1.SchedulerService", lambda server: add_SchedulerServiceServicer_to_server(fleet, server)
-            ),
-            Server("streamrl.v1.WeightsService", lambda server: add_WeightsServiceServicer_to_server(fleet, server)),
-        ]
-        self.scheduler_address, self.weights_address = (
-            self._on_loop(server.serve("127.0.0.1:0")) for server in self._servers
+        self._servers: list[Server] = []
+        self.scheduler_address = self._on_loop(
+            self._serve("streamrl.v1.SchedulerService", add_SchedulerServiceServicer_to_server)
         )
+        self.weights_address = self._on_loop(
+            self._serve("streamrl.v1.WeightsService", add_WeightsServiceServicer_to_server)
+        )
+
+    async def _serve(self, name: str, add: Callable[..., None]) -> str:
+        # Made on the loop that it will serve on.
+        self._servers.append(Server(name, lambda server: add(self.fleet, server)))
+        return await self._servers[-1].serve("127.0.0.1:0")
 
     def close(self) -> None:
         self.fleet.end()
