@@ -23,7 +23,7 @@ class StepLatencies:
         taken = [
             (round(sequences / steps), total_s / steps, round(steps))
             for _, (sequences, total_s, steps) in sorted(self._buckets.items())
-            if steps >= 1.0
+            if round(steps) > 0
         ]
         self._buckets = {}
         return taken

@@ -54,7 +54,7 @@ class VersionTransferEngine(WeightTransferEngine[NoInit, VersionUpdate]):  # typ
         self, config: "WeightTransferConfig", vllm_config: "VllmConfig", device: torch.device, model: torch.nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._parameter_names: set[str] = set()
+        self._to_load: set[str] = set()
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         pass
@@ -64,8 +64,9 @@ class VersionTransferEngine(WeightTransferEngine[NoInit, VersionUpdate]):  # typ
         repacked and take no plain tensors."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        tied = _names(self.model, remove_duplicate=False) - _names(self.model)
         initialize_layerwise_reload(self.model)
-        self._parameter_names = {name for name, _ in self.model.named_parameters()}
+        self._to_load = _names(self.model) - tied
 
     def update_weights(self, update_info: dict[str, object]) -> None:
         """As the base class does, which though synchronises an accelerator that CPUs do not have."""
@@ -82,7 +83,7 @@ class VersionTransferEngine(WeightTransferEngine[NoInit, VersionUpdate]):  # typ
         """
         manifest = VersionManifest.FromString(update_info.manifest)
         loaded = self.model.load_weights(open_tensors(update_info.path, manifest))
-        missing = self._parameter_names - loaded if loaded is not None else set()
+        missing = self._to_load - loaded if loaded is not None else set()
         if missing:
             raise ValueError(
                 f"version {manifest.weight_version} has no values for {len(missing)} of the model's parameters: "
@@ -99,6 +100,10 @@ class VersionTransferEngine(WeightTransferEngine[NoInit, VersionUpdate]):  # typ
 
     def shutdown(self) -> None:
         pass
+
+
+def _names(model: torch.nn.Module, *, remove_duplicate: bool = True) -> set[str]:
+    return {name for name, _ in model.named_parameters(remove_duplicate=remove_duplicate)}
 
 
 def _repack_tied_head(model: torch.nn.Module) -> None:

@@ -2,17 +2,21 @@
 
 import asyncio
 import json
+import threading
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import grpc
 import pytest
 
 from generator_svc.engine import GenerationRequest, GenerationResult, SwitchReport
 from generator_svc.main import serve
 from generator_svc.settings import GeneratorSettings
+from streamrl.digest import bytes_digest, version_digest
 from streamrl.errors import EngineDiedError, WeightTransferError
 from streamrl.kafka.connection import Connection
 from streamrl.kafka.producer import RecordProducer
@@ -34,17 +38,25 @@ from streamrl.v1.scheduler_pb2 import (
 )
 from streamrl.v1.scheduler_pb2_grpc import SchedulerServiceServicer, add_SchedulerServiceServicer_to_server
 from streamrl.v1.weights_pb2 import (
+    TRANSFER_FORMAT_FULL,
     AcknowledgeRequest,
     AcknowledgeResponse,
     Canary,
+    FetchRequest,
+    FetchResponse,
     ModelFile,
     NegotiateRequest,
     NegotiateResponse,
+    TensorChunk,
+    TensorInfo,
     VersionManifest,
     WatchRequest,
     WatchResponse,
 )
 from streamrl.v1.weights_pb2_grpc import WeightsServiceServicer, add_WeightsServiceServicer_to_server
+
+if TYPE_CHECKING:
+    import torch
 
 DEADLINE_S = 20.0
 """Whatever a test waits for has long come by then."""
@@ -406,3 +418,105 @@ def play(kafka_settings: KafkaSection, tmp_path: Path) -> Iterator[Callable[[Sce
         asyncio.run(main())
 
     yield run
+
+
+class PublishedVersions(WeightsServiceServicer):
+    """Hands out versions as weights_svc does, and breaks where the test says."""
+
+    def __init__(self) -> None:
+        self.chunk_bytes = 64
+        self.break_after_chunks: list[int] = []
+        """Of each fetch to come, the chunks that are sent before the stream breaks; later fetches go through."""
+        self.corrupt_tensor: int | None = None
+        self.gate = threading.Event()
+        """Streams wait while it is not set."""
+        self.gate.set()
+        self.waiting = threading.Event()
+        """A stream has come to the gate."""
+        self.positions: list[tuple[int, int]] = []
+        """Where each fetch asked to start."""
+        self.source_address = ""
+        self.address = ""
+        self._versions: dict[int, tuple[VersionManifest, list[bytes]]] = {}
+
+    def publish(self, weight_version: int, tensors: "Mapping[str, torch.Tensor]") -> VersionManifest:
+        """A version of these tensors, all of them float32 or bfloat16."""
+        import torch
+
+        data = [
+            tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors.values()
+        ]
+        infos = [
+            TensorInfo(
+                name=name,
+                dtype="F32" if tensor.dtype == torch.float32 else "BF16",
+                shape=tensor.shape,
+                num_bytes=len(content),
+                digest=bytes_digest(content),
+            )
+            for (name, tensor), content in zip(tensors.items(), data, strict=True)
+        ]
+        manifest = VersionManifest(
+            weight_version=weight_version,
+            attempt=1,
+            tensors=infos,
+            digest=version_digest(infos),
+            num_bytes=sum(map(len, data)),
+        )
+        self._versions[weight_version] = manifest, data
+        return manifest
+
+    def forget(self, weight_version: int) -> None:
+        del self._versions[weight_version]
+
+    def Negotiate(self, request: NegotiateRequest, context: Any) -> NegotiateResponse:
+        if request.exact_weight_version not in self._versions:
+            context.abort(grpc.StatusCode.NOT_FOUND, f"version {request.exact_weight_version} is not held")
+        manifest, _ = self._versions[request.exact_weight_version]
+        return NegotiateResponse(
+            manifest=manifest,
+            format=TRANSFER_FORMAT_FULL,
+            transfer_bytes=manifest.num_bytes,
+            source_address=self.source_address,
+        )
+
+    def Fetch(self, request: FetchRequest, context: Any) -> Iterator[FetchResponse]:
+        self.positions.append((request.first_tensor_index, request.first_offset))
+        chunks_left = self.break_after_chunks.pop(0) if self.break_after_chunks else -1
+        _, data = self._versions[request.weight_version]
+        for index in range(request.first_tensor_index, len(data)):
+            first = request.first_offset if index == request.first_tensor_index else 0
+            for offset in range(first, len(data[index]), self.chunk_bytes):
+                if not self.gate.is_set():
+                    self.waiting.set()
+                    self.gate.wait(DEADLINE_S)
+                if chunks_left == 0:
+                    context.abort(grpc.StatusCode.UNAVAILABLE, "the stream broke")
+                chunks_left -= 1
+                content = data[index][offset : offset + self.chunk_bytes]
+                if index == self.corrupt_tensor:
+                    content = bytes([content[0] ^ 1]) + content[1:]
+                yield FetchResponse(chunk=TensorChunk(tensor_index=index, offset=offset, data=content))
+
+
+@pytest.fixture(scope="module")
+def weights_server() -> Iterator[PublishedVersions]:
+    """One server a module; `published` gives it to each test as new."""
+    versions = PublishedVersions()
+    server = grpc.server(ThreadPoolExecutor(max_workers=8))
+    add_WeightsServiceServicer_to_server(versions, server)
+    versions.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    yield versions
+    versions.gate.set()
+    server.stop(None)
+
+
+@pytest.fixture
+def published(weights_server: PublishedVersions) -> PublishedVersions:
+    """A weights_svc that holds nothing yet and works."""
+    address = weights_server.address
+    weights_server.gate.set()
+    weights_server.__init__()  # type: ignore[misc]
+    weights_server.address = address
+    return weights_server

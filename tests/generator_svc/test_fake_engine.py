@@ -1,0 +1,228 @@
+"""The simulated engine keeps to its profile, its places, its priorities and its versions."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+
+from generator_svc.engine import GenerationRequest, GenerationResult
+from generator_svc.fake_engine import FakeEngine, LatencyProfile, log_normal_length
+from generator_svc.weight_fetcher import WeightSource
+from streamrl.errors import EngineDiedError, WeightTransferError
+
+WEIGHTS = {"w": torch.zeros(4)}
+STOP = 1
+
+
+def request(name: str, *, num_tokens: int = 10, max_tokens: int = 100, priority: int = 0) -> GenerationRequest:
+    """The seed says how long the answer is: see `seed_length`."""
+    return GenerationRequest(name, [4, 5], 1.0, max_tokens, [STOP], num_tokens, priority)
+
+
+def seed_length(request: GenerationRequest) -> int:
+    return request.seed
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 50}))
+    return tmp_path
+
+
+@pytest.fixture
+def play(published: Any, model_folder: Path) -> Callable[..., None]:
+    """Runs a scenario with an engine that has version 0, a thousand times as fast as it says."""
+
+    def run(scenario: Callable[[FakeEngine], Awaitable[None]], **changes: Any) -> None:
+        async def main() -> None:
+            source = WeightSource(published.address, "run", attempt=1, receiver="g", site="a", patience_s=5.0)
+            settings: dict[str, Any] = {
+                "max_running": 4,
+                "step_ms": {1: 10.0},
+                "answer_length": seed_length,
+                "speed": 1e3,
+            }
+            engine = FakeEngine(source, **{**settings, **changes})
+            report = await engine.start(model_folder, published.publish(0, WEIGHTS))
+            assert report.weight_version == 0
+            async with asyncio.timeout(20.0):
+                await scenario(engine)
+            await engine.stop()
+
+        asyncio.run(main())
+
+    return run
+
+
+async def all_at_once(engine: FakeEngine, *requests: GenerationRequest) -> list[GenerationResult]:
+    """Submitted while the engine stands still, so that all are there when it chooses."""
+    await engine.pause()
+    tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+    await asyncio.sleep(0)
+    await engine.resume()
+    return await asyncio.gather(*tasks)
+
+
+def test_answers_have_their_length_and_end_with_a_stop_token(play: Callable[..., None]) -> None:
+    async def scenario(engine: FakeEngine) -> None:
+        result = await engine.generate(request("a", num_tokens=30))
+        assert len(result.token_ids) == len(result.logprobs) == 30
+        assert result.finish_reason == "stop"
+        assert [index for index, token in enumerate(result.token_ids) if token == STOP] == [29]
+        assert result.version_spans == [(0, 30)]
+
+    play(scenario)
+
+
+def test_max_tokens_cut_an_answer(play: Callable[..., None]) -> None:
+    async def scenario(engine: FakeEngine) -> None:
+        result = await engine.generate(request("a", num_tokens=30, max_tokens=29))
+        assert (len(result.token_ids), result.finish_reason) == (29, "length")
+        assert STOP not in result.token_ids
+
+    play(scenario)
+
+
+def test_the_same_seed_gives_the_same_answer(play: Callable[..., None]) -> None:
+    async def scenario(engine: FakeEngine) -> None:
+        one, other = await all_at_once(engine, request("a"), request("b"))
+        assert one.token_ids == other.token_ids
+
+    play(scenario, answer_length=log_normal_length)
+
+
+def test_answers_end_in_the_order_of_their_lengths(play: Callable[..., None]) -> None:
+    async def scenario(engine: FakeEngine) -> None:
+        ended: list[str] = []
+
+        async def draw(name: str, num_tokens: int) -> None:
+            await engine.generate(request(name, num_tokens=num_tokens))
+            ended.append(name)
+
+        await engine.pause()
+        async with asyncio.TaskGroup() as group:
+            for name, num_tokens in (("long", 40), ("short", 5), ("middle", 20)):
+                group.create_task(draw(name, num_tokens))
+            await asyncio.sleep(0)
+            await engine.resume()
+        assert ended == ["short", "middle", "long"]
+
+    play(scenario)
+
+
+def test_a_free_place_goes_to_the_lowest_priority_number(play: Callable[..., None]) -> None:
+    async def scenario(engine: FakeEngine) -> None:
+        late, soon = await all_at_once(engine, request("late", priority=2), request("soon", priority=1))
+        assert soon.started_s <= late.started_s
+        assert engine.step_latencies() == [(1, pytest.approx(0.01), 20)]
+
+    play(scenario, max_running=1)
+
+
+def test_steps_take_what_the_profile_says_for_the_sequences_in_them(play: Callable[..., None]) -> None:
+    async def scenario(engine: FakeEngine) -> None:
+        await all_at_once(engine, request("a", num_tokens=10), request("b", num_tokens=4))
+        # Four steps together, then six alone.
+        assert engine.step_latencies() == [(1, pytest.approx(0.01), 6), (2, pytest.approx(0.03), 4)]
+
+    play(scenario, step_ms={1: 10.0, 2: 30.0})
+
+
+def test_a_switch_in_flight_splits_the_running_answers_between_versions(
+    play: Callable[..., None], published: Any
+) -> None:
+    async def scenario(engine: FakeEngine) -> None:
+        drawing = asyncio.create_task(engine.generate(request("a", num_tokens=1000, max_tokens=1000)))
+        await asyncio.sleep(0.02)
+        report = await engine.switch(published.publish(1, WEIGHTS))
+        assert report.weight_version == 1
+        (old, before), (new, after) = (await drawing).version_spans
+        assert (old, new, before + after) == (0, 1, 1000)
+        assert (await engine.generate(request("b"))).version_spans == [(1, 10)]
+
+    play(scenario, speed=20.0)
+
+
+def test_a_version_that_cannot_be_fetched_leaves_the_old_one(play: Callable[..., None], published: Any) -> None:
+    async def scenario(engine: FakeEngine) -> None:
+        manifest = published.publish(1, WEIGHTS)
+        published.corrupt_tensor = 0
+        with pytest.raises(WeightTransferError):
+            await engine.switch(manifest)
+        assert (await engine.generate(request("a"))).version_spans == [(0, 10)]
+
+    play(scenario)
+
+
+def test_a_switch_during_a_pause_does_not_end_it(play: Callable[..., None], published: Any) -> None:
+    async def scenario(engine: FakeEngine) -> None:
+        await engine.pause()
+        drawing = asyncio.create_task(engine.generate(request("a", num_tokens=1)))
+        await engine.switch(published.publish(1, WEIGHTS))
+        await asyncio.sleep(0.01)
+        assert not drawing.done()
+        await engine.resume()
+        assert (await drawing).version_spans == [(1, 1)]
+
+    play(scenario)
+
+
+def test_an_aborted_sequence_frees_its_place(play: Callable[..., None]) -> None:
+    async def scenario(engine: FakeEngine) -> None:
+        stuck = asyncio.create_task(engine.generate(request("stuck", num_tokens=10**9, max_tokens=10**9)))
+        next_one = asyncio.create_task(engine.generate(request("next")))
+        await asyncio.sleep(0.01)
+        assert engine.running() == 1
+        assert not next_one.done()
+        stuck.cancel()
+        await next_one
+        assert engine.running() == 0
+
+    play(scenario, max_running=1)
+
+
+def test_a_sequence_aborted_before_its_turn_never_runs(play: Callable[..., None]) -> None:
+    async def scenario(engine: FakeEngine) -> None:
+        await engine.pause()
+        aborted, kept = (asyncio.create_task(engine.generate(request(name))) for name in ("aborted", "kept"))
+        await asyncio.sleep(0)
+        aborted.cancel()
+        await engine.resume()
+        await kept
+        assert engine.step_latencies() == [(1, pytest.approx(0.01), 10)]
+
+    play(scenario)
+
+
+def test_a_stopped_engine_fails_what_is_inside_and_takes_nothing(play: Callable[..., None]) -> None:
+    async def scenario(engine: FakeEngine) -> None:
+        drawing = asyncio.create_task(engine.generate(request("a", num_tokens=10**9, max_tokens=10**9)))
+        await asyncio.sleep(0)
+        await engine.stop()
+        with pytest.raises(EngineDiedError):
+            await drawing
+        with pytest.raises(EngineDiedError):
+            await engine.generate(request("b"))
+
+    play(scenario)
+
+
+def test_scores_are_those_of_a_model_that_knows_nothing(play: Callable[..., None]) -> None:
+    async def scenario(engine: FakeEngine) -> None:
+        drawn = await engine.generate(request("a", num_tokens=3))
+        assert await engine.score([4, 5, 6]) == drawn.logprobs[:2]
+
+    play(scenario)
+
+
+@hypothesis.given(st.dictionaries(st.integers(1, 256), st.floats(0.1, 1e3), min_size=1), st.integers(1, 300))
+def test_the_profile_passes_through_its_points_and_stays_between_them(step_ms: dict[int, float], size: int) -> None:
+    profile = LatencyProfile(step_ms)
+    assert all(profile(point) == pytest.approx(step / 1000) for point, step in step_ms.items())
+    assert min(step_ms.values()) / 1000 * (1 - 1e-9) <= profile(size) <= max(step_ms.values()) / 1000 * (1 + 1e-9)
