@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable
+from contextlib import AsyncExitStack
 
 from scheduler_svc.control_servicer import SchedulerServicer
 from scheduler_svc.ledger import Ledger
@@ -39,24 +40,22 @@ async def serve(settings: SchedulerSettings, instance: str, stop: asyncio.Event)
 
     # Unix time in ms: above that of every earlier life, also above the incarnations that it gave out.
     ledger = Ledger(settings, incarnation=time.time_ns() // 1_000_000, started_at=time.monotonic())
-    producer = RecordProducer(connection)
-    loop = ScheduleLoop(ledger, producer, topics)
-    servicer = SchedulerServicer(ledger, loop.wake)
-    server = Server(SERVICE_NAME, lambda grpc_server: add_SchedulerServiceServicer_to_server(servicer, grpc_server))
-    reading, broken = _read_prompts(RecordReader(connection, topics.prompts, all_partitions(1)), loop)
-    try:
+    async with AsyncExitStack() as at_end:
+        producer = RecordProducer(connection)
+        at_end.push_async_callback(asyncio.to_thread, producer.close)
+        loop = ScheduleLoop(ledger, producer, topics)
+        servicer = SchedulerServicer(ledger, loop.wake)
+        server = Server(SERVICE_NAME, lambda grpc_server: add_SchedulerServiceServicer_to_server(servicer, grpc_server))
         await server.serve(settings.rpc.scheduler_address)
-        reading.start()
+        at_end.push_async_callback(server.stop)
+        reading, broken = _read_prompts(RecordReader(connection, topics.prompts, all_partitions(1)), loop)
+        at_end.push_async_callback(asyncio.to_thread, reading.close)
         await _first_of(
             stop.wait(),
             broken,
             loop.run(servicer.tell),
             watch_versions(settings.rpc, settings.run.id, instance, loop.take_version),
         )
-    finally:
-        await server.stop()
-        await asyncio.to_thread(reading.close)
-        await asyncio.to_thread(producer.close)
 
 
 def _read_prompts(reader: RecordReader, loop: ScheduleLoop) -> tuple[ReaderThread, asyncio.Future[None]]:
@@ -74,7 +73,7 @@ def _read_prompts(reader: RecordReader, loop: ScheduleLoop) -> tuple[ReaderThrea
     def on_error(error: BaseException) -> None:
         event_loop.call_soon_threadsafe(fail, error)
 
-    return ReaderThread(reader, hand_over, on_error), broken
+    return ReaderThread(reader, hand_over, on_error).start(), broken
 
 
 async def _first_of(*awaitables: Awaitable[object]) -> None:

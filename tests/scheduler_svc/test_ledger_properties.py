@@ -259,6 +259,7 @@ class Fleet(RuleBasedStateMachine):
                 if instance.registered and link != "mute" and not (link == "last words" and second > 0):
                     self._heartbeat(instance, link)
             self._advance()
+            self.no_sample_has_two_live_owners()
 
     def _heartbeat(self, instance: Instance, link: str) -> None:
         request = HeartbeatRequest(
@@ -447,7 +448,6 @@ class Fleet(RuleBasedStateMachine):
             self.report(again=False)
             self.publish()
             self.wait(2, dict.fromkeys(NAMES, "well"))
-            self.no_sample_has_two_live_owners()
             self.the_books_agree()
         assert not self.wanted, f"{self.wanted} never came to an end"
         assert not self.ledger.samples.batches

@@ -210,6 +210,14 @@ def test_a_weights_svc_that_stays_away_ends_the_scheduler_with_its_address(start
     assert scheduler.weights.address in error["message"]
 
 
+def test_a_port_in_use_is_bad_input(start: Start, tmp_path: Path, kafka_settings: KafkaSection) -> None:
+    address = start().address
+    rpc = {"scheduler_address": address, "weights_address": free_address()}
+    code, error = _run(tmp_path, {"kafka": kafka_settings.model_dump(), "rpc": rpc})
+    assert (code, error["kind"]) == (2, "bad_input")
+    assert f"cannot listen on {address}" in error["message"]
+
+
 def _run(tmp_path: Path, settings: dict[str, object]) -> tuple[int, dict[str, str]]:
     file = tmp_path / "settings.json"
     file.write_text(json.dumps({"run": {"id": "run", "dir": str(tmp_path)}, **settings}))
