@@ -1,0 +1,292 @@
+"""DeepSpeed for real, on a model of 20 thousand parameters; what it should do is written here in plain PyTorch."""
+
+import dataclasses
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from trainer_svc.losses import AGGREGATIONS
+from trainer_svc.microbatches import TrainSample, collate, cut, deal, empty_micro_batch, loss_count
+from trainer_svc.policy import Policy, StepStats, learning_rate_at
+from trainer_svc.ranks import Ranks, join_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
+
+_REPOSITORY = Path(__file__).parents[2]
+_AGGREGATION = AGGREGATIONS["token_mean"]
+_MAX_GRAD_NORM = 0.05
+"""Below the norms that occur here: clipping is part of what is compared."""
+_TEMPERATURE = 0.8
+_STAGES = (0, 1, 2, 3)
+
+
+def _model(*, tied: bool = False) -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=40,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            intermediate_size=48,
+            tie_word_embeddings=tied,
+            initializer_range=0.2,
+        )
+    )
+
+
+def _samples(num_samples: int = 12, *, seed: int = 0) -> list[TrainSample]:
+    draw = random.Random(seed)
+    samples = []
+    for index in range(num_samples):
+        length = draw.randint(1, 20)
+        samples.append(
+            TrainSample(
+                identity=(0, index, 0),
+                prompt_token_ids=[draw.randrange(40) for _ in range(draw.randint(1, 4))],
+                answer_token_ids=[draw.randrange(40) for _ in range(length)],
+                behaviour_logprobs=[-draw.uniform(2, 5) for _ in range(length)],
+                advantage=draw.gauss(0, 1),
+                own_version=[True] * length,
+            )
+        )
+    return samples
+
+
+def _policy(model: Qwen2ForCausalLM, zero_stage: int, dtype: str = "float32", *, learning_rate: float = 1e-3) -> Policy:
+    return Policy(
+        model,
+        algorithm="grpo",
+        temperature=_TEMPERATURE,
+        clip=0.2,
+        learning_rate=learning_rate,
+        warmup_steps=0,
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+        max_grad_norm=_MAX_GRAD_NORM,
+        zero_stage=zero_stage,
+        dtype=dtype,
+    )
+
+
+def _plain_logprobs(model: Qwen2ForCausalLM, sample: TrainSample) -> Tensor:
+    """Of the answer's tokens: one unpadded sequence through the model, all logits in float32."""
+    token_ids = torch.tensor([[*sample.prompt_token_ids, *sample.answer_token_ids]])
+    logits = model(input_ids=token_ids).logits[0, len(sample.prompt_token_ids) - 1 : -1] / _TEMPERATURE
+    return torch.log_softmax(logits, dim=-1).gather(-1, torch.tensor(sample.answer_token_ids)[:, None]).squeeze(-1)
+
+
+def _plain_steps(batches: Sequence[Sequence[TrainSample]]) -> tuple[dict[str, Tensor], float]:
+    """Weights after one step a batch, and the last gradient norm, of a loop that anyone would write."""
+    model = _model()
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))
+    grad_norm = torch.tensor(0.0)
+    for samples in batches:
+        loss = torch.zeros(())
+        for sample in samples:
+            ratio = (_plain_logprobs(model, sample) - torch.tensor(sample.behaviour_logprobs)).exp()
+            loss = loss - torch.minimum(ratio * sample.advantage, ratio.clamp(0.8, 1.2) * sample.advantage).sum()
+        (loss / sum(len(sample.answer_token_ids) for sample in samples)).backward()
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), _MAX_GRAD_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}, float(grad_norm)
+
+
+def _step(policy: Policy, samples: Sequence[TrainSample], micro_batch_tokens: int, ranks: Ranks) -> StepStats:
+    micro_batches = [collate(part, _AGGREGATION) for part in cut(samples, micro_batch_tokens)]
+    random.Random(micro_batch_tokens).shuffle(micro_batches)
+    for dealt in deal(micro_batches, ranks.world_size, empty_micro_batch()):
+        policy.accumulate(dealt[ranks.rank])
+    return policy.step(loss_count(samples, _AGGREGATION))
+
+
+def _max_difference(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert list(weights) == list(expected)
+    return max(float((weights[name].float() - expected[name].float()).abs().max()) for name in expected)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with join_ranks(1, [], {}) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[dict[str, Tensor], float]:
+    return _plain_steps([_samples(), _samples(seed=1)])
+
+
+@pytest.mark.parametrize("zero_stage", _STAGES)
+def test_steps_are_those_of_the_whole_batch_in_plain_pytorch_however_it_is_cut(ranks, plain, zero_stage):
+    weights, grad_norm = plain
+    for micro_batch_tokens in (1, 60, 10_000):
+        policy = _policy(_model(), zero_stage)
+        _step(policy, _samples(), micro_batch_tokens, ranks)
+        stats = _step(policy, _samples(seed=1), micro_batch_tokens, ranks)
+        assert _max_difference(dict(policy.weights()), weights) < 1e-5
+        assert stats.grad_norm == pytest.approx(grad_norm, rel=1e-5)
+        assert stats.grad_norm > _MAX_GRAD_NORM
+        assert stats.num_tokens == sum(len(sample.answer_token_ids) for sample in _samples(seed=1))
+        assert (stats.applied, stats.step) == (True, 2)
+        policy.close()
+
+
+def _two_ranks_at_all_stages(folder: Path) -> None:
+    """Run as a program, by two ranks."""
+    with join_ranks(2, [sys.executable, __file__, str(folder)], os.environ) as ranks:
+        for zero_stage in _STAGES:
+            policy = _policy(_model(), zero_stage)
+            # These make an odd number of micro-batches: one rank passes an empty one.
+            _step(policy, _samples(), 50, ranks)
+            policy.save(folder / f"saved-{zero_stage}")
+            stats = _step(policy, _samples(seed=1), 50, ranks)
+            weights = dict(policy.weights())
+            policy.close()
+            resumed = _policy(_model(), zero_stage)
+            resumed.load(folder / f"saved-{zero_stage}")
+            assert _step(resumed, _samples(seed=1), 50, ranks) == stats
+            resumed_weights = dict(resumed.weights())
+            resumed.close()
+            if ranks.rank == 0:
+                assert _max_difference(resumed_weights, weights) == 0
+                safetensors.torch.save_file(weights, folder / f"weights-{zero_stage}.safetensors")
+                (folder / f"grad-norm-{zero_stage}").write_text(str(stats.grad_norm))
+
+
+def test_two_ranks_step_like_one_and_resume_where_they_were(tmp_path, plain):
+    assert len(cut(_samples(), 50)) % 2 == 1
+    command = [sys.executable, __file__, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(_REPOSITORY), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == ""
+    weights, grad_norm = plain
+    for zero_stage in _STAGES:
+        saved = safetensors.torch.load_file(tmp_path / f"weights-{zero_stage}.safetensors")
+        assert _max_difference({name: saved[name] for name in weights}, weights) < 1e-5
+        assert float((tmp_path / f"grad-norm-{zero_stage}").read_text()) == pytest.approx(grad_norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_leaving_out_samples_without_advantage_changes_nothing(ranks, zero_stage):
+    """Also when a later step has no other samples, and only momentum moves the weights."""
+    flat = [dataclasses.replace(sample, advantage=0.0) for sample in _samples(seed=2)]
+    weights = []
+    for passed in ([], flat):
+        policy = _policy(_model(), zero_stage)
+        for learning in (_samples(), []):
+            for part in cut([*learning, *passed], 100):
+                policy.accumulate(collate(part, _AGGREGATION))
+            policy.step(loss_count([*learning, *flat], _AGGREGATION))
+        weights.append(dict(policy.weights()))
+        policy.close()
+    assert _max_difference(*weights) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "dtype"), [(0, "float32"), (1, "float32"), (3, "float32"), (1, "bfloat16"), (2, "bfloat16")]
+)
+def test_a_gradient_that_is_not_finite_changes_nothing(ranks, zero_stage, dtype):
+    weights = []
+    for spoilt in (False, True):
+        policy = _policy(_model(), zero_stage, dtype)
+        _step(policy, _samples(), 100, ranks)
+        if spoilt:
+            broken = collate(_samples(1), _AGGREGATION)
+            broken.advantages.fill_(float("nan"))
+            policy.accumulate(broken)
+            stats = policy.step(10.0)
+            assert (stats.applied, stats.step) == (False, 1)
+        assert _step(policy, _samples(seed=1), 100, ranks).step == 2
+        weights.append(dict(policy.weights()))
+        policy.close()
+    assert _max_difference(*weights) == 0
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_bfloat16_accumulates_in_float32(ranks, zero_stage):
+    policy = _policy(_model(), zero_stage, "bfloat16", learning_rate=0.0)
+    micro_batch = collate(_samples(1), _AGGREGATION)
+    policy.accumulate(micro_batch)
+    once = policy.step(1.0).grad_norm
+    # 1000 + 16 * 1.5 is 1024, but 1000 to a sum that keeps 8 bits.
+    for times in (1000.0, *[1.5] * 16):
+        policy.accumulate(dataclasses.replace(micro_batch, advantages=micro_batch.advantages * times))
+    assert policy.step(1024.0).grad_norm == pytest.approx(once, rel=0.005)
+    policy.close()
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_bfloat16_keeps_float32_weights_behind_its_own(ranks, zero_stage):
+    """One update is far below the last digit of a weight that is 1; eight are not."""
+    policy = _policy(_model(), zero_stage, "bfloat16", learning_rate=5e-4)
+    micro_batch = collate(_samples(1), _AGGREGATION)
+    name = "model.norm.weight"
+    seen = []
+    for _ in range(8):
+        policy.accumulate(micro_batch)
+        policy.step(1.0)
+        seen.append(dict(policy.weights())[name])
+    assert seen[0].dtype == torch.bfloat16
+    assert float((seen[0] - 1).abs().max()) == 0
+    assert float((seen[-1] - 1).abs().max()) > 0
+    policy.close()
+
+
+def test_tied_weights_are_handed_out_once_under_their_first_name(ranks):
+    model = _model(tied=True)
+    expected = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    policy = _policy(model, 3)
+    weights = dict(policy.weights())
+    assert "lm_head.weight" not in weights
+    assert _max_difference(weights, expected) == 0
+    policy.close()
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_scores_of_padded_sequences_are_those_of_each_alone(ranks, zero_stage):
+    model = _model()
+    sequences = [[*sample.prompt_token_ids, *sample.answer_token_ids] for sample in _samples()]
+    expected = []
+    for sequence in sequences:
+        logits = model(input_ids=torch.tensor([sequence])).logits[0, :-1]
+        expected.append(
+            torch.log_softmax(logits, dim=-1).gather(-1, torch.tensor(sequence[1:])[:, None])[:, 0].tolist()
+        )
+    policy = _policy(model, zero_stage)
+    for scored, reference in zip(policy.score(sequences), expected, strict=True):
+        assert scored == pytest.approx(reference, abs=1e-5)
+    # Scoring leaves no trace in the next step.
+    _step(policy, _samples(), 100, ranks)
+    assert _max_difference(dict(policy.weights()), _plain_steps([_samples()])[0]) < 1e-5
+    policy.close()
+
+
+def test_a_step_of_nothing_is_refused(ranks):
+    policy = _policy(_model(), 0)
+    with pytest.raises(ValueError, match="global_count"):
+        policy.step(0)
+    policy.close()
+
+
+def test_the_learning_rate_rises_to_its_value_and_stays():
+    assert [learning_rate_at(step, 1.0, 4) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert learning_rate_at(0, 1.0, 0) == 1.0
+
+
+if __name__ == "__main__":
+    _two_ranks_at_all_stages(Path(sys.argv[1]))
