@@ -106,5 +106,8 @@ class Engine(Protocol):
     async def wake(self) -> None:
         """Takes the memory back; the weights are those of before."""
 
+    async def died(self) -> None:
+        """Returns when the started engine is gone, also when nobody asks it anything."""
+
     async def stop(self) -> None:
         """Ends the engine and its processes."""

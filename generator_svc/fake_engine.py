@@ -96,6 +96,7 @@ class FakeEngine:
         self._vocabulary = 2
         self._weight_version = -1
         self._alive = False
+        self._stopped = asyncio.Event()
         self._paused = False
         self._loading = asyncio.Lock()
         self._order = itertools.count()
@@ -184,8 +185,12 @@ class FakeEngine:
     async def wake(self) -> None:
         self._check_alive()
 
+    async def died(self) -> None:
+        await self._stopped.wait()
+
     async def stop(self) -> None:
         self._alive = False
+        self._stopped.set()
         self._set_timer(None)
         self._prefetcher.close()
         for sequence in (*self._running, *(sequence for _, _, sequence in self._waiting)):

@@ -61,6 +61,7 @@ class Instance:
         run, topics = settings.run, Topics(settings.run.id)
         spans = SpanLog(producer, topics.spans, service="generator_svc", instance=instance, attempt=run.attempt)
         self._settings = settings
+        self._engine = engine
         self._scheduler = scheduler
         self._activity = ActivityLog(spans)
         self._outbox = Outbox(producer, topics, attempt=run.attempt, instance=instance)
@@ -117,6 +118,7 @@ class Instance:
                     group.create_task(self.loop.run()),
                     group.create_task(self.membership.run()),
                     group.create_task(self._reader.failure()),
+                    group.create_task(self._watch_engine()),
                 ]
                 await stop.wait()
                 await self._drain()
@@ -131,6 +133,11 @@ class Instance:
             raise error from None
         finally:
             await self.weights.close()
+
+    async def _watch_engine(self) -> None:
+        """An engine that dies while nothing runs is missed only by the next batch, which is too late."""
+        await self._engine.died()
+        raise EngineDiedError("the inference engine died; its own lines above say why")
 
     async def _drain(self) -> None:
         """Gives back what has not begun, finishes what runs, and says goodbye."""

@@ -256,6 +256,9 @@ class VllmEngine:
             async with self._pausing:
                 await self._alive(self._llm.wake_up())
 
+    async def died(self) -> None:
+        await asyncio.wait({self._llm.output_handler})
+
     async def stop(self) -> None:
         llm, self._llm_or_none = self._llm_or_none, None
         self._prefetcher.close()

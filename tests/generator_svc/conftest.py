@@ -80,6 +80,7 @@ class ScriptedEngine:
         self.hold_switch: asyncio.Event | None = None
         self.history: list[str] = []
         self.stopped = False
+        self.death = asyncio.Event()
         self.canary_error = 0.0
 
     async def start(self, model_folder: Path, manifest: VersionManifest) -> SwitchReport:
@@ -110,7 +111,11 @@ class ScriptedEngine:
         }
         self.answers[key].set_result(GenerationResult(**{**fields, **changes}))
 
+    async def died(self) -> None:
+        await self.death.wait()
+
     def die(self) -> None:
+        self.death.set()
         for answer in self.answers.values():
             answer.set_exception(EngineDiedError("the engine was killed"))
 
