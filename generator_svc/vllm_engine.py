@@ -64,7 +64,10 @@ class VllmEngine:
         prepare_environment(self._settings)
         self._prefetcher.begin(manifest)
         loop = asyncio.get_running_loop()
-        self._llm_or_none = await loop.run_in_executor(self._launcher, self._launch, model_folder)
+        try:
+            self._llm_or_none = await loop.run_in_executor(self._launcher, self._launch, model_folder)
+        except RuntimeError as error:
+            raise EngineDiedError(f"the inference engine did not start: {error}") from error
         cache = self._llm.vllm_config.cache_config
         self.kv_cache_tokens = cache.num_gpu_blocks * cache.block_size
         # vLLM begins to watch its processes with the first request.
@@ -255,6 +258,8 @@ class VllmEngine:
         if self._settings.enable_sleep_mode:
             async with self._pausing:
                 await self._alive(self._llm.wake_up())
+                if self._paused:
+                    await self._stop_drawing(clear_cache=False)
 
     async def died(self) -> None:
         await asyncio.wait({self._llm.output_handler})

@@ -7,8 +7,10 @@ prefetcher.py keeps it beside generation.
 import logging
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -21,6 +23,7 @@ from streamrl.v1.weights_pb2 import (
     TRANSFER_FORMAT_FULL,
     FetchRequest,
     NegotiateRequest,
+    NegotiateResponse,
     TensorChunk,
     VersionManifest,
 )
@@ -72,13 +75,13 @@ class WeightFetch:
         self._source = source
         self._manifest = manifest
         self._cancelled = threading.Event()
-        self._call: grpc.Call | None = None  # the stream that is open
+        self._call: Any = None  # the one that is open
 
     def cancel(self) -> None:
         """Makes `run` raise soon."""
         self._cancelled.set()
         if (call := self._call) is not None:
-            call.cancel()  # type: ignore[no-untyped-call]
+            call.cancel()
 
     def run(self) -> FetchedVersion:
         """
@@ -109,47 +112,59 @@ class WeightFetch:
 
     def _stream(self, assembly: "_Assembly", patience: "_Patience") -> None:
         """Negotiates, and streams from where the assembly stands until it is complete or the stream breaks."""
-        manifest, source = self._manifest, self._source
-        with open_channel(source.address) as channel, peer_errors(f"weights_svc at {source.address}"):
-            plan = WeightsServiceStub(channel).Negotiate(
-                NegotiateRequest(
-                    run_id=source.run_id,
-                    attempt=source.attempt,
-                    receiver=source.receiver,
-                    site=source.site,
-                    formats=[TRANSFER_FORMAT_FULL],
-                    exact_weight_version=manifest.weight_version,
-                ),
-                timeout=_NEGOTIATE_DEADLINE_S,
-            )
-        if plan.manifest.digest != manifest.digest:
-            raise RefusedError(f"it holds digest {plan.manifest.digest} instead of {manifest.digest}")
-        address = plan.source_address or source.address
+        plan = self._negotiate()
+        address = plan.source_address or self._source.address
         with open_channel(address) as channel, peer_errors(f"weights_svc at {address}"):
             stream = WeightsServiceStub(channel).Fetch(
                 FetchRequest(
-                    run_id=source.run_id,
-                    receiver=source.receiver,
-                    weight_version=manifest.weight_version,
+                    run_id=self._source.run_id,
+                    receiver=self._source.receiver,
+                    weight_version=self._manifest.weight_version,
                     format=plan.format,
                     first_tensor_index=assembly.tensor_index,
                     first_offset=assembly.offset,
-                    digest=manifest.digest,
+                    digest=self._manifest.digest,
                 ),
                 timeout=_STREAM_DEADLINE_S,
             )
-            self._call = stream
-            try:
-                if self._cancelled.is_set():
-                    stream.cancel()  # type: ignore[no-untyped-call]
+            with self._cancellable(stream):
                 for response in stream:
                     assembly.add(response.chunk)
                     patience.renew()
-            finally:
-                self._call = None
-                stream.cancel()  # type: ignore[no-untyped-call]
         if not assembly.complete:
             raise UnavailableError(f"weights_svc at {address} ended the stream at tensor {assembly.tensor_index}")
+
+    def _negotiate(self) -> NegotiateResponse:
+        source = self._source
+        request = NegotiateRequest(
+            run_id=source.run_id,
+            attempt=source.attempt,
+            receiver=source.receiver,
+            site=source.site,
+            formats=[TRANSFER_FORMAT_FULL],
+            exact_weight_version=self._manifest.weight_version,
+        )
+        with open_channel(source.address) as channel, peer_errors(f"weights_svc at {source.address}"):
+            answer = WeightsServiceStub(channel).Negotiate.future(request, timeout=_NEGOTIATE_DEADLINE_S)
+            with self._cancellable(answer):
+                plan: NegotiateResponse = answer.result()
+        if plan.manifest.digest != self._manifest.digest:
+            raise RefusedError(f"it holds digest {plan.manifest.digest} instead of {self._manifest.digest}")
+        return plan
+
+    @contextmanager
+    def _cancellable(self, call: Any) -> Iterator[None]:
+        """`cancel` reaches the call inside the block; afterwards it is over in any case."""
+        self._call = call
+        try:
+            if self._cancelled.is_set():
+                call.cancel()
+            yield
+        except grpc.FutureCancelledError as error:
+            raise UnavailableError("the call was cancelled") from error
+        finally:
+            self._call = None
+            call.cancel()
 
 
 class _Assembly:
