@@ -3,6 +3,7 @@
 Standard output is left to the one line of `--json`.
 """
 
+import sys
 import time
 from typing import Any, Protocol
 
@@ -20,13 +21,13 @@ from streamrl.command.figures import (
     queue_depth,
     summary_rows,
     trainer_sentence,
-    wait_sentences,
 )
 from streamrl.command.observer import Observation
 from streamrl.v1.scheduler_pb2 import GetFleetResponse
 
 _STATE_LINE_EVERY_S = 5.0
 _SILENCE_S = 30.0
+_FILE_WIDTH = 200
 
 
 class Display(Protocol):
@@ -44,7 +45,7 @@ class Display(Protocol):
 
 def open_display(num_generators: int) -> Display:
     """The display that fits standard error."""
-    console = Console(stderr=True, highlight=False)
+    console = error_console()
     return LiveDisplay(console, num_generators) if console.is_terminal else LineDisplay(console, num_generators)
 
 
@@ -56,7 +57,6 @@ class LineDisplay:
         self._num_generators = num_generators
         self._started_s = time.monotonic()
         self._iteration = 0
-        self._accuracy: float | None = None
         self._state = ""
         self._last_line_s = 0.0
 
@@ -72,13 +72,19 @@ class LineDisplay:
         silent_s = time.monotonic() - self._last_line_s
         if silent_s < _STATE_LINE_EVERY_S:
             return
+        state = status.state if status is not None else ""
         if self._iteration == 0:
-            state = "; ".join([trainer_sentence(status), fleet_sentence(observation.fleet, self._num_generators)])
-            if state != self._state or silent_s > _SILENCE_S:
-                self._state = state
-                self._line(state)
-        elif silent_s > _SILENCE_S:
-            self._line("; ".join([trainer_sentence(status), *wait_sentences(observation)]))
+            # Nothing learns yet: whatever changes is news.
+            state = "; ".join([trainer_sentence(observation), fleet_sentence(observation.fleet, self._num_generators)])
+        if state != self._state or silent_s > _SILENCE_S:
+            self._state = state
+            self._line("; ".join([trainer_sentence(observation), *self._context(observation)]))
+
+    def _context(self, observation: Observation) -> list[str]:
+        """What stands beside the trainer's state: who is there at first, later who waits for whom."""
+        if self._iteration == 0:
+            return [fleet_sentence(observation.fleet, self._num_generators)]
+        return list(observation.fleet.waits) if observation.fleet is not None else []
 
     def close(self) -> None:
         """Nothing to do: every line is out."""
@@ -122,7 +128,7 @@ def run_table(observation: Observation, num_generators: int, age_s: float) -> Gr
     table.add_column(style="cyan", no_wrap=True)
     table.add_column()
     table.add_row("time", duration(age_s))
-    table.add_row("trainer", trainer_sentence(status).removeprefix("trainer: "))
+    table.add_row("trainer", trainer_sentence(observation).removeprefix("trainer: "))
     if status is not None and status.iteration:
         table.add_row(
             "iteration", f"{status.iteration} of {status.num_iterations}, weight version {status.weight_version}"
@@ -167,6 +173,9 @@ def show_summary(summary: dict[str, Any]) -> None:
     table.add_column()
     for label, value in summary_rows(summary):
         table.add_row(label, value)
-    console = Console(stderr=True, highlight=False)
-    # Off a terminal the width is unknown: paths and addresses are better whole than wrapped.
-    console.print(table, width=None if console.is_terminal else 200)
+    error_console().print(table)
+
+
+def error_console() -> Console:
+    """Standard error for people. Off a terminal, lines are better whole than wrapped."""
+    return Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else _FILE_WIDTH)

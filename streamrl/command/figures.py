@@ -47,10 +47,11 @@ def iteration_line(status: TrainerServiceGetStatusResponse) -> str:
     )
 
 
-def trainer_sentence(status: TrainerServiceGetStatusResponse | None) -> str:
+def trainer_sentence(observation: Observation) -> str:
     """What the trainer does, in a few words."""
+    status = observation.trainer
     if status is None:
-        return "trainer: starting"
+        return "trainer: does not answer" if observation.trainer_has_answered else "trainer: starting"
     return f"trainer: {status.state}" + (f", {status.waits_for}" if status.waits_for else "")
 
 
@@ -60,16 +61,6 @@ def fleet_sentence(fleet: GetFleetResponse | None, num_generators: int) -> str:
         return "scheduler: starting"
     live = sum(instance.state == InstanceState.INSTANCE_STATE_LIVE for instance in fleet.instances)
     return f"generators: {live} of {num_generators} ready"
-
-
-def wait_sentences(observation: Observation) -> list[str]:
-    """Who waits for whom."""
-    waits = []
-    if observation.trainer is not None and observation.trainer.waits_for:
-        waits.append(f"trainer {observation.trainer.waits_for}")
-    if observation.fleet is not None:
-        waits.extend(observation.fleet.waits)
-    return waits
 
 
 def instance_state(instance: Instance) -> str:

@@ -30,6 +30,8 @@ class Observation:
 
     trainer: TrainerServiceGetStatusResponse | None
     fleet: GetFleetResponse | None
+    trainer_has_answered: bool = False
+    """Now or earlier."""
 
 
 class Observer:
@@ -44,11 +46,13 @@ class Observer:
         self._trainer = cast("TrainerServiceAsyncStub", TrainerServiceStub(self._trainer_channel))
         self._scheduler = cast("SchedulerServiceAsyncStub", SchedulerServiceStub(self._scheduler_channel))
         self._registered: set[str] = set()
+        self._trainer_has_answered = False
 
     async def observe(self) -> Observation:
         """Asks both, at once. A service that does not answer yet, or any more, is no error."""
         trainer, fleet = await asyncio.gather(self._trainer_status(), self._fleet())
-        return Observation(trainer, fleet)
+        self._trainer_has_answered |= trainer is not None
+        return Observation(trainer, fleet, self._trainer_has_answered)
 
     async def has_registered(self, instance: str) -> bool:
         """Whether a generator has ever registered, as far as the scheduler or we remember."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from streamrl.command.display import LiveDisplay, run_table, show_summary
+from streamrl.command.display import LiveDisplay, error_console, run_table, show_summary
 from streamrl.command.figures import duration
 from streamrl.command.observer import Observation, Observer
 from streamrl.command.report import EXIT_COMPLETED, write_error, write_json
@@ -38,9 +38,7 @@ async def _status(folder: RunFolder, settings: ServiceSettings, *, watch: bool, 
 
         record, observation = await observe()
         if watch and record.state == "running":
-            display = LiveDisplay(
-                Console(stderr=True, highlight=False), settings.generator.num_instances, _age_s(record)
-            )
+            display = LiveDisplay(error_console(), settings.generator.num_instances, _age_s(record))
             with contextlib.closing(display):
                 record, observation = await _watch(observe, display, observation)
     if as_json:

@@ -13,7 +13,6 @@ from streamrl.command.figures import (
     queue_depth,
     summary_rows,
     trainer_sentence,
-    wait_sentences,
 )
 from streamrl.command.observer import Observation
 from streamrl.v1 import scheduler_pb2
@@ -55,15 +54,12 @@ def test_a_line_shows_the_figures_that_there_are() -> None:
     assert iteration_line(STATUS) == "iteration 4/30  reward 0.712  tokens/s 12,346  trainer idle 25%  version 4"
 
 
-def test_sentences_say_what_is_there_and_who_waits() -> None:
-    assert trainer_sentence(None) == "trainer: starting"
-    assert trainer_sentence(STATUS) == "trainer: waiting, waits for rollouts of batch 4: 12 of 256"
+def test_sentences_say_what_is_there() -> None:
+    assert trainer_sentence(Observation(None, None)) == "trainer: starting"
+    assert trainer_sentence(Observation(None, None, trainer_has_answered=True)) == "trainer: does not answer"
+    assert trainer_sentence(Observation(STATUS, None)) == "trainer: waiting, waits for rollouts of batch 4: 12 of 256"
     assert fleet_sentence(None, 2) == "scheduler: starting"
     assert fleet_sentence(FLEET, 2) == "generators: 1 of 2 ready"
-    assert wait_sentences(Observation(STATUS, FLEET)) == [
-        "trainer waits for rollouts of batch 4: 12 of 256",
-        "batch 6 waits for version 5",
-    ]
 
 
 def test_only_training_samples_count_as_queued() -> None:
