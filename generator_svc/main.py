@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 
 from generator_svc import engines
 from generator_svc.control_servicer import ControlServicer
@@ -29,6 +30,7 @@ SERVICE_NAME = "streamrl.v1.GeneratorService"
 
 EngineMaker = Callable[[GeneratorSettings, str, ModelLimits, WeightSource], Engine]
 
+_BROKER_DEADLINE_S = 10.0
 _CLOSE_PRODUCER_S = 2.0
 
 
@@ -69,10 +71,12 @@ async def _start(
     ending: contextlib.AsyncExitStack,
 ) -> Instance:
     """Everything up to the registration. What it opens is closed by `ending`."""
-    preloaded = asyncio.create_task(asyncio.to_thread(engines.preload, settings, instance))
-    ending.callback(preloaded.cancel)
+    # A thread that nobody waits for: an instance that is asked to end meanwhile ends.
+    preloader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="preload")
+    ending.callback(preloader.shutdown, wait=False)
+    preloaded = asyncio.get_running_loop().run_in_executor(preloader, engines.preload, settings, instance)
     connection = Connection(settings.kafka, instance)
-    await asyncio.to_thread(connection.check, settings.rpc.deadline_s)
+    await asyncio.to_thread(connection.check, min(settings.rpc.deadline_s, _BROKER_DEADLINE_S))
     await asyncio.to_thread(create_topics, connection, Topics(settings.run.id), settings.scheduler.max_instances)
     producer = RecordProducer(connection)
     ending.push_async_callback(_close, producer)

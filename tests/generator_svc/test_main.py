@@ -2,12 +2,15 @@
 
 import asyncio
 import itertools
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from streamrl.errors import EngineDiedError, RefusedError, UnavailableError, WeightTransferError
+from generator_svc.main import main
+from streamrl.errors import BrokerUnavailableError, EngineDiedError, RefusedError, UnavailableError, WeightTransferError
 from streamrl.rpc.channel import open_aio_channel
 from streamrl.v1.generator_pb2 import (
     GeneratorServiceDrainRequest,
@@ -421,6 +424,20 @@ def test_it_can_be_stopped_before_there_is_a_version(play: Play) -> None:
             assert not site.scheduler.registered
 
     play(scenario)
+
+
+def test_a_broker_that_does_not_answer_is_named(play: Play) -> None:
+    async def scenario(site: Site) -> None:
+        async with site.instance(kafka={"bootstrap_servers": "127.0.0.1:9"}, rpc={"deadline_s": 1}) as life:
+            with pytest.raises(BrokerUnavailableError, match=r"127\.0\.0\.1:9"):
+                await life
+
+    play(scenario)
+
+
+def test_bad_input_is_told_from_failure(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "settings.json"), "--instance", "generator-0"]) == 2
+    assert json.loads(capfd.readouterr().err.splitlines()[-1])["kind"] == "bad_input"
 
 
 def test_a_refusal_ends_the_instance(play: Play) -> None:
