@@ -109,10 +109,7 @@ def check_source(name: str, *, fields: Fields, task_options: Mapping[str, Any]) 
     if name.startswith(REASONING_GYM):
         _TaskSource(name.removeprefix(REASONING_GYM), task_options, seed=0, held_out=1).read(0, 1)
         return
-    for file in _files(name):
-        row = _first_parquet_row(file) if file.suffix == ".parquet" else _first_json_row(file)
-        _check_fields(str(file), row, fields)
-        _record(f"{file}, row 1", row, fields)
+    _check_first_rows(_files(name), fields)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -180,6 +177,7 @@ class _FileSource:
         import datasets
 
         datasets.disable_progress_bars()
+        _check_first_rows(files, fields)
         self._name = str(files[0]) if len(files) == 1 else f"{files[0].parent} ({len(files)} files)"
         self._fields = fields
         try:
@@ -188,9 +186,6 @@ class _FileSource:
             )
         except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
             raise ValueError(f"data: {self._name} cannot be read: {error.__cause__ or error}") from error
-        if len(self._rows) == 0:
-            raise ValueError(f"data: {self._name} holds no rows")
-        _check_fields(self._name, dict.fromkeys(self._rows.column_names), fields)
         if held_out is not None:
             self._rows = self._rows.select(range(min(held_out, len(self._rows))))
 
@@ -221,6 +216,13 @@ def _files(name: str) -> list[Path]:
     if path.suffix not in _LOADERS:
         raise ValueError(f"data: {path} is not a {kinds} file: convert it, one JSON object a line is enough")
     return [path]
+
+
+def _check_first_rows(files: Sequence[Path], fields: Fields) -> None:
+    for file in files:
+        row = _first_parquet_row(file) if file.suffix == ".parquet" else _first_json_row(file)
+        _check_fields(str(file), row, fields)
+        _record(f"{file}, row 1", row, fields)
 
 
 def _first_json_row(file: Path) -> dict[str, Any]:

@@ -108,16 +108,8 @@ def resolve_model(path: str, *, dtype: str, seed: int, cache_folder: Path) -> Mo
         ValueError: there is no such model, it cannot be reached, or it cannot be trained; says what to do.
     """
     check_model(path)
-    if path == TINY:
-        from trainer_svc.tiny_model import tiny_model_folder
-
-        folder = tiny_model_folder(cache_folder, seed)
-    elif path.startswith(PACKAGE):
-        folder = packaged_model_folder(path.removeprefix(PACKAGE), cache_folder)
-    elif Path(path).expanduser().is_dir():
-        folder = Path(path).expanduser().resolve()
-    else:
-        folder = _download(path)
+    with _quiet_progress():
+        folder = _folder(path, seed, cache_folder)
     config = _check_folder(folder)
     files = {name: (folder / name).read_bytes() for name in _SMALL_FILES if (folder / name).is_file()}
     files[_CONFIG_FILE] = _config_with_dtype(config, dtype)
@@ -182,6 +174,19 @@ def tokenizer_digest(files: Mapping[str, bytes]) -> str:
     return digest.hexdigest()
 
 
+def _folder(path: str, seed: int, cache_folder: Path) -> Path:
+    """Where the model is, once it is there."""
+    if path == TINY:
+        from trainer_svc.tiny_model import tiny_model_folder
+
+        return tiny_model_folder(cache_folder, seed)
+    if path.startswith(PACKAGE):
+        return packaged_model_folder(path.removeprefix(PACKAGE), cache_folder)
+    if Path(path).expanduser().is_dir():
+        return Path(path).expanduser().resolve()
+    return _download(path)
+
+
 def _check_folder(folder: Path) -> dict[str, Any]:
     """The config of a folder that holds a trainable model."""
     file = folder / _CONFIG_FILE
@@ -218,10 +223,9 @@ def _download(name: str) -> Path:
     missing = f"model.path: there is no folder {name} (looked in {Path.cwd()})"
     logger.info("looking for %s on the hub", name)
     try:
-        with _quiet_progress():
-            return Path(
-                snapshot_download(name, allow_patterns=[*_SMALL_FILES, "*.safetensors*"], etag_timeout=_HUB_TIMEOUT_S)
-            )
+        return Path(
+            snapshot_download(name, allow_patterns=[*_SMALL_FILES, "*.safetensors*"], etag_timeout=_HUB_TIMEOUT_S)
+        )
     except RepositoryNotFoundError as error:
         raise ValueError(f"{missing}, and the hub has no public model of that name: {_brief(error)}") from error
     except (OSError, HfHubHTTPError, ValueError) as error:

