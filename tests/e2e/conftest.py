@@ -1,5 +1,6 @@
 """Whole runs as a user starts them: `streamrl run` in a process of its own."""
 
+import contextlib
 import json
 import os
 import signal
@@ -63,10 +64,8 @@ class Run:
 
     def remember_children(self) -> None:
         """Notes every process that descends from the run, so that a test can ask for them after its end."""
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             self.children |= set(psutil.Process(self.process.pid).children(recursive=True))
-        except psutil.NoSuchProcess:
-            pass
 
     def service(self, name: str) -> psutil.Process:
         """The process of a service or instance, by its name in `status`."""

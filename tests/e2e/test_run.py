@@ -37,13 +37,11 @@ def test_async_training_learns_within_its_staleness_bound_and_is_tracked(
     history = mlflow.MlflowClient(summary["mlflow"]["tracking_uri"]).get_metric_history(
         summary["mlflow"]["run_id"], "reward/mean"
     )
-    assert [metric.step for metric in history] == list(range(12)) or [metric.step for metric in history] == list(
-        range(1, 13)
-    )
+    assert [metric.step for metric in history] == list(range(1, 13))
 
     final = Path(run.folder) / "model"
     with safe_open(final / "model.safetensors", "pt") as weights:  # type: ignore[no-untyped-call]
-        assert "lm_head.weight" in weights.keys()
+        assert "lm_head.weight" in set(weights.keys())
     assert (final / "config.json").is_file() and (final / "tokenizer.json").is_file()
 
 

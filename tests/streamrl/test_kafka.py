@@ -137,6 +137,8 @@ def test_a_record_that_cannot_be_delivered_is_never_lost_in_silence(nobody: Kafk
 
 
 def test_the_users_own_librdkafka_settings_pass_through(kafka_settings: KafkaSection) -> None:
-    settings = kafka_settings.model_copy(update={"client": {"security.protocol": "SASL_SSL", "sasl.password": "secret"}})
+    settings = kafka_settings.model_copy(
+        update={"client": {"security.protocol": "SASL_SSL", "sasl.password": "secret"}}
+    )
     config = Connection(settings, "test").client_config()
     assert (config["security.protocol"], config["sasl.password"]) == ("SASL_SSL", "secret")
