@@ -13,7 +13,7 @@ from trainer_svc.losses import AGGREGATIONS
 from trainer_svc.model_cache import default_cache_folder
 from trainer_svc.models import ModelFiles, resolve_model
 from trainer_svc.policy import Policy
-from trainer_svc.ranks import join_ranks
+from trainer_svc.ranks import Ranks, join_ranks
 from trainer_svc.settings import TrainerSettings
 from trainer_svc.task import load_task
 
@@ -39,35 +39,36 @@ def run_rank(
         StreamRLError: the run failed.
         ValueError: what the settings name cannot be used.
     """
-    trainer = settings.trainer
-    torch.set_num_threads(trainer.num_threads)
+    torch.set_num_threads(settings.trainer.num_threads)
     torch.manual_seed(settings.run.seed)
-    with join_ranks(trainer.num_ranks, command, environment) as ranks:
-        model = resolve_model(
-            settings.model.path,
-            dtype=settings.model.dtype,
-            seed=settings.run.seed,
-            cache_folder=default_cache_folder(),
-        )
-        # Before the model itself, which takes longer: bad data is to be told at once.
-        task = load_task(settings, model) if ranks.rank == 0 else None
-        policy = _policy(settings, model)
-        learner = Learner(
-            policy,
-            ranks,
-            aggregation=AGGREGATIONS[trainer.loss_aggregation],
-            micro_batch_tokens=trainer.micro_batch_tokens,
-        )
-        try:
-            if task is None:
-                learner.follow()
-            else:
-                files = [ModelFile(name=name, content=content) for name, content in model.files.items()]
-                lead(settings, instance, control, learner, task, files)
-        finally:
-            policy.close()
-            if task is not None:
-                task.rewards.close()
+    with join_ranks(settings.trainer.num_ranks, command, environment) as ranks:
+        train(settings, control, instance, ranks)
+
+
+def train(settings: TrainerSettings, control: TrainerControl, instance: str, ranks: Ranks) -> None:
+    """What a rank does among the others. Raises as `run_rank`."""
+    model = resolve_model(
+        settings.model.path, dtype=settings.model.dtype, seed=settings.run.seed, cache_folder=default_cache_folder()
+    )
+    # Before the model itself, which takes longer: bad data is to be told at once.
+    task = load_task(settings, model) if ranks.rank == 0 else None
+    policy = _policy(settings, model)
+    learner = Learner(
+        policy,
+        ranks,
+        aggregation=AGGREGATIONS[settings.trainer.loss_aggregation],
+        micro_batch_tokens=settings.trainer.micro_batch_tokens,
+    )
+    try:
+        if task is None:
+            learner.follow()
+        else:
+            files = [ModelFile(name=name, content=content) for name, content in model.files.items()]
+            lead(settings, instance, control, learner, task, files)
+    finally:
+        policy.close()
+        if task is not None:
+            task.rewards.close()
 
 
 def _policy(settings: TrainerSettings, model: ModelFiles) -> Policy:

@@ -6,7 +6,7 @@ import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -49,6 +49,9 @@ from streamrl.v1.weights_pb2 import (
     Receiver,
 )
 from streamrl.v1.weights_pb2_grpc import WeightsServiceServicer, add_WeightsServiceServicer_to_server
+
+if TYPE_CHECKING:
+    from trainer_svc.ranks import Ranks
 
 WAIT_S = 30.0
 MAX_DISPATCHES = 2
@@ -318,6 +321,15 @@ def start_fleet(kafka_settings: KafkaSection) -> Iterator[Callable[..., RunningF
     yield start
     for one in running:
         one.close()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator["Ranks"]:
+    """This process as the only rank. DeepSpeed keeps process groups for good: once a process is all it takes."""
+    from trainer_svc.ranks import join_ranks
+
+    with join_ranks(1, [], {}) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="session")

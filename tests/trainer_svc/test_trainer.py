@@ -1,39 +1,55 @@
-"""Whole runs of the trainer as a process, against a scripted fleet."""
+"""Whole runs of the trainer against a scripted fleet."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from streamrl.errors import NoProgressError
 from streamrl.identity import PURPOSE_EVALUATION, PURPOSE_TRAIN, SampleKey
+from streamrl.settings import load
 from streamrl.v1.scheduler_pb2 import FLEET_PHASE_GENERATE, FLEET_PHASE_TRAIN
+from trainer_svc.control import TrainerControl
+from trainer_svc.figures import FIGURES
+from trainer_svc.rank import train
+from trainer_svc.ranks import Ranks
+from trainer_svc.settings import TrainerSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TIMEOUT_S = 150.0
 StartFleet = Callable[..., Any]
 
 
-class Run:
-    """A trainer process and its run folder."""
+REWARD = """
+def even_tokens(response):
+    words = response.split()
+    return sum(word.isdigit() and int(word) % 2 == 0 for word in words) / max(1, len(words))
+"""
 
-    def __init__(self, folder: Path, running: Any, model: Path, data: Path, **sections: dict[str, Any]) -> None:
-        fleet = running.fleet
-        run_id = fleet.topics.run_id
+
+class Run:
+    """A run folder, and a fleet that answers."""
+
+    def __init__(
+        self, folder: Path, running: Any, model: Path, data: Path, sections: dict[str, dict[str, Any]]
+    ) -> None:
+        self.fleet = running.fleet
+        run_id = self.fleet.topics.run_id
         settings: dict[str, Any] = {
             "run": {"id": run_id, "dir": str(folder)},
             "pipeline": {"mode": "sync"},
             "model": {"path": str(model)},
             "rpc": {"scheduler_address": running.scheduler_address, "weights_address": running.weights_address},
-            "kafka": fleet.kafka.model_dump(mode="json"),
+            "kafka": self.fleet.kafka.model_dump(mode="json"),
             "generator": {"max_tokens": 6},
             "data": {"train": str(data), "eval": str(data), "prompts_per_batch": 3, "samples_per_prompt": 3},
-            "reward": {"functions": {"test_trainer_reward:even_tokens": 1.0}},
+            "reward": {"functions": {"even_reward:even_tokens": 1.0}},
             "trainer": {"num_iterations": 3, "learning_rate": 1e-3, "no_progress_s": 60},
             "eval": {"num_prompts": 4, "every": 2},
             "mlflow": {"tracking_uri": "off"},
@@ -42,35 +58,42 @@ class Run:
             settings[name] = {**settings.get(name, {}), **values}
         self.folder = folder / run_id
         self.folder.mkdir(parents=True)
-        (folder / "test_trainer_reward.py").write_text(
-            "def even_tokens(response):\n    words = response.split()\n"
-            "    return sum(word.isdigit() and int(word) % 2 == 0 for word in words) / max(1, len(words))\n"
-        )
-        settings_file = self.folder / "settings.json"
-        settings_file.write_text(json.dumps(settings))
-        self._log = (folder / f"{run_id}.log").open("w+")
-        root = Path(__file__).parents[2]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "trainer_svc", str(settings_file)],
-            stdout=self._log,
-            stderr=self._log,
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(root)},
-            start_new_session=True,
-        )
+        (folder / "even_reward.py").write_text(REWARD)
+        self.settings_file = self.folder / "settings.json"
+        self.settings_file.write_text(json.dumps(settings))
 
-    def wait(self) -> int:
+    def train_here(self, ranks: Ranks) -> Mapping[str, float]:
+        """In this process, which has the large libraries in memory. Returns the last figures."""
+        control = TrainerControl()
+        train(load(TrainerSettings, self.settings_file), control, "trainer_svc", ranks)
+        return control.status().metrics
+
+    def start_process(self) -> "subprocess.Popen[bytes]":
+        with self._log_file.open("w") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "trainer_svc", str(self.settings_file)],
+                stdout=log,
+                stderr=log,
+                cwd=self.folder.parent,
+                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+                start_new_session=True,
+            )
+
+    def wait(self, process: "subprocess.Popen[bytes]") -> int:
         try:
-            return self.process.wait(TIMEOUT_S)
+            return process.wait(TIMEOUT_S)
         finally:
-            if self.process.poll() is None:
-                os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait()
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    @property
+    def _log_file(self) -> Path:
+        return self.folder / "trainer.log"
 
     @property
     def log(self) -> str:
-        self._log.seek(0)
-        return self._log.read()
+        return self._log_file.read_text()
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -78,13 +101,19 @@ class Run:
         return summary
 
 
-@pytest.fixture
-def start_run(start_fleet: StartFleet, random_model: Path, counting_file: Path, tmp_path: Path) -> Callable[..., Run]:
-    def start(run_id: str, fleet: dict[str, Any] | None = None, **sections: dict[str, Any]) -> tuple[Run, Any]:
-        running = start_fleet(run_id, **(fleet or {}))
-        return Run(tmp_path, running, random_model, counting_file, **sections), running.fleet
+MakeRun = Callable[..., Run]
 
-    return start  # type: ignore[return-value]
+
+@pytest.fixture
+def make_run(
+    start_fleet: StartFleet, random_model: Path, counting_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> MakeRun:
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def make(run_id: str, fleet: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Run:
+        return Run(tmp_path, start_fleet(run_id, **(fleet or {})), random_model, counting_file, sections)
+
+    return make
 
 
 def check_balance(summary: dict[str, Any], expected: int) -> None:
@@ -92,10 +121,16 @@ def check_balance(summary: dict[str, Any], expected: int) -> None:
     assert rollouts["expected"] == expected == rollouts["trained"] + sum(rollouts["dropped"].values())
 
 
-def test_a_synchronous_run_trains_publishes_evaluates_and_agrees_with_its_generator(start_run: Any) -> None:
-    run, fleet = start_run("trainer-sync", trainer={"checkpoint_every": 2})
-    assert run.wait() == 0, run.log
+def test_a_synchronous_run_agrees_with_its_generator_and_leaves_everything_behind(
+    make_run: MakeRun, ranks: Ranks
+) -> None:
+    run = make_run("trainer-sync", trainer={"checkpoint_every": 2})
+    figures = run.train_here(ranks)
+    fleet = run.fleet
     assert fleet.errors == []
+    assert figures["mismatch/own_tokens"] > 0
+    assert figures["mismatch/logprob_abs_diff_max"] < 1e-4
+    assert set(figures) <= {figure.name for figure in FIGURES}
     summary = run.summary
     assert (summary["status"], summary["iterations"], summary["staleness_max"]) == ("completed", 3, 0)
     check_balance(summary, expected=27)
@@ -119,7 +154,7 @@ def test_a_synchronous_run_trains_publishes_evaluates_and_agrees_with_its_genera
     assert state["lineage"]["iteration"] == 3
 
 
-def test_an_asynchronous_run_on_two_ranks_survives_what_a_fleet_does_wrong(start_run: Any) -> None:
+def test_an_asynchronous_run_on_two_ranks_survives_what_a_fleet_does_wrong(make_run: MakeRun) -> None:
     def fault(key: SampleKey, dispatch: int) -> str:
         if key.purpose == PURPOSE_EVALUATION:
             return ""
@@ -128,14 +163,14 @@ def test_an_asynchronous_run_on_two_ranks_survives_what_a_fleet_does_wrong(start
             return "fail"  # every time
         return faults.get(key[1:], "") if dispatch == 1 else ""
 
-    run, fleet = start_run(
+    run = make_run(
         "trainer-async",
         {"max_staleness": 1, "fault": fault},
         pipeline={"mode": "async", "max_staleness": 1},
         trainer={"num_ranks": 2, "zero_stage": 2, "saturation_tokens": 20, "micro_batch_tokens": 30},
     )
-    assert run.wait() == 0, run.log
-    assert fleet.errors == []
+    assert run.wait(run.start_process()) == 0, run.log
+    assert run.fleet.errors == []
     summary = run.summary
     assert (summary["status"], summary["staleness_max"]) == ("completed", 1)
     check_balance(summary, expected=27)
@@ -145,20 +180,21 @@ def test_an_asynchronous_run_on_two_ranks_survives_what_a_fleet_does_wrong(start
     assert rollouts["trained"] == 25
 
 
-def test_a_colocated_run_moves_the_fleet_between_its_phases(start_run: Any) -> None:
-    run, fleet = start_run(
+def test_a_colocated_run_moves_the_fleet_between_its_phases(make_run: MakeRun, ranks: Ranks) -> None:
+    run = make_run(
         "trainer-colocated", pipeline={"mode": "colocated"}, trainer={"num_iterations": 2}, eval={"every": 0}
     )
-    assert run.wait() == 0, run.log
-    assert fleet.phases == [FLEET_PHASE_GENERATE] + 2 * [FLEET_PHASE_TRAIN, FLEET_PHASE_GENERATE]
+    run.train_here(ranks)
+    assert run.fleet.phases == [FLEET_PHASE_GENERATE] + 2 * [FLEET_PHASE_TRAIN, FLEET_PHASE_GENERATE]
     check_balance(run.summary, expected=18)
 
 
-def test_a_stopped_run_ends_in_order_with_a_checkpoint_and_a_summary(start_run: Any) -> None:
-    run, fleet = start_run("trainer-stop", trainer={"num_iterations": 10_000}, eval={"every": 0})
-    fleet.wait_for_version(2)
-    run.process.send_signal(signal.SIGTERM)
-    assert run.wait() == 0, run.log
+def test_a_stopped_run_ends_in_order_with_a_checkpoint_and_a_summary(make_run: MakeRun) -> None:
+    run = make_run("trainer-stop", trainer={"num_iterations": 10_000}, eval={"every": 0})
+    process = run.start_process()
+    run.fleet.wait_for_version(2)
+    process.send_signal(signal.SIGTERM)
+    assert run.wait(process) == 0, run.log
     summary = run.summary
     assert summary["status"] == "stopped"
     assert summary["iterations"] >= 2
@@ -166,13 +202,11 @@ def test_a_stopped_run_ends_in_order_with_a_checkpoint_and_a_summary(start_run: 
     assert len(list((run.folder / "checkpoints").iterdir())) == 1
 
 
-def test_a_run_in_which_nothing_moves_fails_and_says_who_waits_for_whom(start_run: Any) -> None:
-    run, _ = start_run(
-        "trainer-stuck", {"fault": lambda key, dispatch: "lose"}, trainer={"no_progress_s": 3}, eval={"every": 0}
+def test_a_run_in_which_nothing_moves_fails_and_says_who_waits_for_whom(make_run: MakeRun, ranks: Ranks) -> None:
+    run = make_run(
+        "trainer-stuck", {"fault": lambda key, dispatch: "lose"}, trainer={"no_progress_s": 2}, eval={"every": 0}
     )
-    assert run.wait() == 1
-    error = json.loads((run.folder / "services" / "trainer_svc.error.json").read_text())
-    assert error["kind"] == "NoProgressError"
-    assert "evaluation 0: 0 of 4" in error["message"]
-    assert "batch 0 waits for an instance" in error["message"]
+    with pytest.raises(NoProgressError, match=r"evaluation 0: 0 of 4.*batch 0 waits for an instance"):
+        run.train_here(ranks)
     assert run.summary["status"] == "failed"
+    check_balance(run.summary, expected=0)
