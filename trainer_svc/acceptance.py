@@ -98,7 +98,11 @@ class BatchIntake:
     """Group to how many of its samples have no outcome yet."""
     equal_groups: int = 0
     trained: list[TrainSample] = field(default_factory=list)
-    """Samples of settled groups that take part in the step, in the order in which they became so."""
+    """Samples of settled groups that take part in the step."""
+    worth_a_pass: list[TrainSample] = field(default_factory=list)
+    """Those of them that have a gradient and were not taken yet: an advantage of 0 has none."""
+    waiting_tokens: int = 0
+    """Tokens of `worth_a_pass`, prompts included."""
 
     def __post_init__(self) -> None:
         self.open_groups = dict.fromkeys(range(len(self.prompts)), self.samples_per_prompt)
@@ -129,6 +133,11 @@ class BatchIntake:
         """The largest staleness among samples that take part in the step."""
         trained = (self.answers[SampleKey(self.key.purpose, *sample.identity)] for sample in self.trained)
         return max((answer.staleness for answer in trained), default=0)
+
+    def take(self) -> list[TrainSample]:
+        """What is worth a pass; it is not handed out again."""
+        taken, self.worth_a_pass, self.waiting_tokens = self.worth_a_pass, [], 0
+        return taken
 
     def holds(self, key: SampleKey) -> bool:
         return 0 <= key.group < len(self.prompts) and 0 <= key.sample < self.samples_per_prompt
@@ -324,7 +333,11 @@ class Acceptance:
         batch.counts = replace(batch.counts, trained=batch.counts.trained + len(settled.trained))
         batch.equal_groups += settled.rewards_are_equal
         prompt_token_ids = batch.prompts[group].token_ids
-        batch.trained += [_train_sample(answer, advantage, prompt_token_ids) for answer, advantage in settled.trained]
+        samples = [_train_sample(answer, advantage, prompt_token_ids) for answer, advantage in settled.trained]
+        worth_a_pass = [sample for sample in samples if sample.advantage != 0.0]
+        batch.trained += samples
+        batch.worth_a_pass += worth_a_pass
+        batch.waiting_tokens += sum(sample.num_tokens for sample in worth_a_pass)
 
 
 @dataclass(frozen=True, slots=True)

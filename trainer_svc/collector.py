@@ -52,7 +52,6 @@ class Collector:
         self._dead_letter = dead_letter
         self._changed = threading.Condition()
         self._error: BaseException | None = None
-        self._taken: dict[BatchKey, int] = {}
         self._positions: dict[int, int] = {}
         self._first_seen: dict[BatchKey, dict[int, int]] = {}
         self._last_resolved_s = time.monotonic()
@@ -116,12 +115,8 @@ class Collector:
             while True:
                 self._raise_error()
                 batch = self._acceptance.batch(key)
-                taken = self._taken.get(key, 0)
-                waiting = [sample for sample in batch.trained[taken:] if sample.advantage != 0.0]
-                enough = min_tokens is not None and sum(sample.num_tokens for sample in waiting) >= min_tokens
-                if batch.complete or enough:
-                    self._taken[key] = len(batch.trained)
-                    return waiting, batch.complete
+                if batch.complete or (min_tokens is not None and batch.waiting_tokens >= min_tokens):
+                    return batch.take(), batch.complete
                 remaining = deadline - time.monotonic()
                 if remaining <= 0 or not self._changed.wait(remaining):
                     return None
@@ -136,7 +131,6 @@ class Collector:
     def close(self, key: BatchKey) -> BatchIntake:
         """Ends a complete batch and returns all about it."""
         with self._changed:
-            self._taken.pop(key, None)
             self._first_seen.pop(key, None)
             return self._acceptance.close(key)
 
@@ -148,12 +142,9 @@ class Collector:
             return Progress(batch.num_resolved, batch.num_samples)
 
     def waiting_rollouts(self) -> int:
-        """Samples that arrived for open batches and were not handed out yet."""
+        """Samples of open batches that arrived; those that training has begun with included."""
         with self._changed:
-            return sum(
-                self._acceptance.batch(key).num_resolved - self._taken.get(key, 0)
-                for key in self._acceptance.open_batches()
-            )
+            return sum(len(self._acceptance.batch(key).answers) for key in self._acceptance.open_batches())
 
     def counts(self) -> RolloutCounts:
         """Of the closed training batches."""

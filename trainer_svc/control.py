@@ -72,12 +72,21 @@ class TrainerControl:
         with self._changed:
             return self._paused_until_s > time.monotonic()
 
-    def wait_while_paused(self) -> None:
-        """Returns when there is no pause, or a stop is asked for."""
+    def wait_while_paused(self, timeout_s: float) -> bool:
+        """Waits for the end of a pause, for a stop or for `timeout_s`, whichever comes first.
+
+        Returns:
+            Whether the pause goes on.
+        """
+        deadline_s = time.monotonic() + timeout_s
         with self._changed:
-            while self._stop_asked_s is None and (remaining := self._paused_until_s - time.monotonic()) > 0:
-                self._status = replace(self._status, state="paused", waits_for="")
-                self._changed.wait(remaining)
+            while True:
+                remaining_s = self._paused_until_s - time.monotonic()
+                if remaining_s <= 0 or self._stop_asked_s is not None:
+                    return False
+                if time.monotonic() >= deadline_s:
+                    return True
+                self._changed.wait(min(remaining_s, deadline_s - time.monotonic()))
 
     def show(self, state: State, waits_for: str = "", waiting_rollouts: int = 0) -> None:
         """What the loop does now."""

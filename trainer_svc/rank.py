@@ -41,6 +41,9 @@ def run_rank(
     """
     torch.set_num_threads(settings.trainer.num_threads)
     torch.manual_seed(settings.run.seed)
+    if settings.trainer.deterministic:
+        # Some operations have no such form on some devices: they warn.
+        torch.use_deterministic_algorithms(True, warn_only=True)
     with join_ranks(settings.trainer.num_ranks, command, environment) as ranks:
         train(settings, control, instance, ranks)
 

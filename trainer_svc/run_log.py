@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 TrackedStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
 _QUEUE_LENGTH = 10_000
+_DEAD_TRACKER_S = 15.0
+"""A tracker that has lost something is not waited for any longer."""
 _RETRY_WAITS_S = (0.5, 2.0)
 
 
@@ -95,6 +97,8 @@ class RunLog:
         except queue.Full:
             logger.warning("the tracker is too far behind: its run is left open")
             return
+        if self._dropped:
+            timeout_s = min(timeout_s, _DEAD_TRACKER_S)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             logger.warning("the tracker took longer than %g s: its run is left open", timeout_s)

@@ -140,6 +140,7 @@ class TrainLoop:
             completed = False
         parts.control.show("stopping")
         self._count_time(False)
+        self._publication_figures()
         parts.writer.end_run()
         self._checkpoint()
         return completed
@@ -185,6 +186,9 @@ class TrainLoop:
         """Copies the weights out and sends them in the background."""
         parts, version = self._parts, self._lineage.iteration
         parts.control.show("publishing")
+        with parts.clock.waiting():
+            # At most one snapshot is unsent: the memory of a model, not of two.
+            parts.publisher.wait()
         started_s = time.monotonic()
         tensors = parts.learner.weights()
         scores = parts.learner.score(self._canaries) if self._canaries else []
@@ -198,10 +202,9 @@ class TrainLoop:
                 for token_ids, logprobs in zip(self._canaries, scores, strict=True)
             ],
         )
-        with parts.clock.waiting():
-            # Waits while the version before is unsent: at most one snapshot is.
-            parts.publisher.submit(snapshot)
-            if parts.pacing.waits_for_publication:
+        parts.publisher.submit(snapshot)
+        if parts.pacing.waits_for_publication:
+            with parts.clock.waiting():
                 parts.publisher.wait()
         self._progressed()
         parts.control.show_version(version)
@@ -218,14 +221,7 @@ class TrainLoop:
             **parts.watch.figures(),
             **self._count_figures(),
         }
-        for publication in parts.publisher.take_publications():
-            figures["weights/publish_s"] = publication.publish_s
-            parts.spans.write(
-                "publish",
-                publication.started_s,
-                publication.started_s + publication.publish_s,
-                weight_version=publication.weight_version,
-            )
+        figures |= self._publication_figures()
         parts.run_log.figures(version, figures)
         parts.run_log.rows(version, parts.answer_table.rows(version, batch))
         parts.control.show_iteration(version, figures)
@@ -346,12 +342,16 @@ class TrainLoop:
             self._parts.control.show_figures(figures)
 
     def _pause_if_asked(self) -> None:
-        if self._parts.control.paused():
-            logger.info("paused after iteration %d", self._lineage.iteration)
-            self._count_time(False)
-            self._parts.control.wait_while_paused()
-            self._count_time(True)
+        parts = self._parts
+        if not parts.control.paused():
+            return
+        logger.info("paused after iteration %d", self._lineage.iteration)
+        self._count_time(False)
+        parts.control.show("paused")
+        while parts.control.wait_while_paused(_LOOK_AROUND_S):
             self._progressed()
+            self._look_around()
+        self._count_time(True)
 
     def _stop_if_asked(self) -> None:
         if self._parts.control.stop_asked():
@@ -364,6 +364,19 @@ class TrainLoop:
         """Whether the time from now on counts for throughput and idle shares."""
         self._parts.clock.count(counting)
         self._parts.watch.count(counting)
+
+    def _publication_figures(self) -> dict[str, float]:
+        """Of the newest version that was announced since the last call, if any."""
+        figures = {}
+        for publication in self._parts.publisher.take_publications():
+            figures["weights/publish_s"] = publication.publish_s
+            self._parts.spans.write(
+                "publish",
+                publication.started_s,
+                publication.started_s + publication.publish_s,
+                weight_version=publication.weight_version,
+            )
+        return figures
 
     def _count_figures(self) -> Mapping[str, Any]:
         counts = self._parts.collector.counts()

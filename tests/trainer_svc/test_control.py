@@ -8,7 +8,7 @@ from trainer_svc.control import TrainerControl
 def test_a_stop_is_remembered_and_ends_a_pause() -> None:
     control = TrainerControl()
     control.pause(lease_s=600)
-    waiting = threading.Thread(target=control.wait_while_paused)
+    waiting = threading.Thread(target=control.wait_while_paused, args=(600,))
     waiting.start()
     control.ask_stop()
     waiting.join(20)
@@ -21,7 +21,7 @@ def test_a_pause_ends_by_itself_when_its_lease_does() -> None:
     control = TrainerControl()
     control.pause(lease_s=0.05)
     assert control.paused()
-    control.wait_while_paused()
+    assert not control.wait_while_paused(20)
     assert not control.paused()
 
 
@@ -33,9 +33,9 @@ def test_a_pause_without_a_lease_is_refused() -> None:
 def test_resume_ends_a_pause_at_once() -> None:
     control = TrainerControl()
     control.pause(lease_s=600)
+    assert control.wait_while_paused(0)
     control.resume()
-    control.wait_while_paused()
-    assert not control.paused()
+    assert not control.wait_while_paused(20)
 
 
 def test_a_checkpoint_request_is_taken_once() -> None:
