@@ -18,6 +18,9 @@ from trainer_svc.losses import Aggregation
 
 T = TypeVar("T")
 
+_PASSES_PER_BUDGET = 32
+"""A pass costs what does not depend on its size (launches, Python): as much as this part of a full one's tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:
@@ -88,19 +91,37 @@ class MicroBatch:
 def cut(samples: Sequence[TrainSample], micro_batch_tokens: int) -> list[list[TrainSample]]:
     """Cuts samples into micro-batches of at most `micro_batch_tokens`, padding counted.
 
-    Longest first (equal lengths by identity), so that neighbours are alike and little is padded, and the largest pass
-    comes first: memory that suffices for it suffices for all. No sample is split; one that is longer than the budget
-    gets a micro-batch of its own. The same samples are cut in the same way whatever order they come in.
+    Longest first (equal lengths by identity), so that neighbours are alike, and the largest pass comes first: memory
+    that suffices for it suffices for all. Of all cuts of that row the cheapest is taken, where a micro-batch costs its
+    tokens, padding counted, and a 32nd of the budget for being a pass of its own. No sample is split; one that is
+    longer than the budget gets a micro-batch of its own. The same samples are cut in the same way whatever order they
+    come in.
     """
     if micro_batch_tokens < 1:
         raise ValueError(f"micro_batch_tokens must be at least 1, got {micro_batch_tokens}")
-    micro_batches: list[list[TrainSample]] = []
-    for sample in sorted(samples, key=lambda sample: (-sample.num_tokens, sample.identity)):
-        if micro_batches and (len(micro_batches[-1]) + 1) * micro_batches[-1][0].num_tokens <= micro_batch_tokens:
-            micro_batches[-1].append(sample)
-        else:
-            micro_batches.append([sample])
+    ordered = sorted(samples, key=lambda sample: (-sample.num_tokens, sample.identity))
+    ends = _cheapest_ends([sample.num_tokens for sample in ordered], micro_batch_tokens)
+    micro_batches = []
+    start = 0
+    while start < len(ordered):
+        micro_batches.append(ordered[start : ends[start]])
+        start = ends[start]
     return micro_batches
+
+
+def _cheapest_ends(lengths: Sequence[int], micro_batch_tokens: int) -> list[int]:
+    """For every position of falling lengths: where a micro-batch that starts there ends, if all from there on is cut at
+    the least cost."""
+    pass_cost = micro_batch_tokens / _PASSES_PER_BUDGET
+    costs = [0.0] * (len(lengths) + 1)
+    ends = [0] * len(lengths)
+    for start in range(len(lengths) - 1, -1, -1):
+        width = lengths[start]
+        last = min(len(lengths), start + max(1, micro_batch_tokens // width))
+        costs[start], ends[start] = min(
+            (width * (end - start) + pass_cost + costs[end], end) for end in range(start + 1, last + 1)
+        )
+    return ends
 
 
 def deal(micro_batches: Sequence[T], num_ranks: int, empty: T) -> list[list[T]]:

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -52,13 +54,22 @@ def test_a_cut_does_not_depend_on_the_order_of_arrival(samples, budget, random):
     assert cut(shuffled, budget) == cut(samples, budget)
 
 
-@given(_SAMPLES, st.integers(1, 200))
-def test_neighbours_are_alike_and_every_micro_batch_but_the_last_is_full(samples, budget):
-    micro_batches = cut(samples, budget)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=7), st.integers(1, 200))
+def test_no_other_cut_costs_less(answer_lengths, budget):
+    micro_batches = cut([_sample(index, 1, length) for index, length in enumerate(answer_lengths)], budget)
     lengths = [sample.num_tokens for part in micro_batches for sample in part]
     assert lengths == sorted(lengths, reverse=True)
-    for part in micro_batches[:-1]:
-        assert (len(part) + 1) * part[0].num_tokens > budget
+
+    def cost(widths_of_parts):
+        if any(len(widths) * widths[0] > budget and len(widths) > 1 for widths in widths_of_parts):
+            return float("inf")
+        return sum(len(widths) * widths[0] + budget / 32 for widths in widths_of_parts)
+
+    others = []
+    for marks in itertools.product([False, True], repeat=len(lengths) - 1):
+        edges = [0, *(place for place, mark in enumerate(marks, start=1) if mark), len(lengths)]
+        others.append(cost([lengths[start:end] for start, end in itertools.pairwise(edges)]))
+    assert cost([[sample.num_tokens for sample in part] for part in micro_batches]) == pytest.approx(min(others))
 
 
 def test_a_budget_below_one_token_is_refused():
