@@ -65,7 +65,7 @@ class VllmEngine:
         self._prefetcher.begin(manifest)
         loop = asyncio.get_running_loop()
         try:
-            self._llm_or_none = await loop.run_in_executor(self._launcher, self._launch, model_folder)
+            await loop.run_in_executor(self._launcher, self._launch, model_folder)
         except RuntimeError as error:
             raise EngineDiedError(f"the inference engine did not start: {error}") from error
         cache = self._llm.vllm_config.cache_config
@@ -74,7 +74,7 @@ class VllmEngine:
         await self.score([0, 0])
         return await self.switch(manifest)
 
-    def _launch(self, model_folder: Path) -> "AsyncLLM":
+    def _launch(self, model_folder: Path) -> None:
         from vllm import AsyncEngineArgs
         from vllm.config import WeightTransferConfig
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -101,7 +101,7 @@ class VllmEngine:
             weight_transfer_config=WeightTransferConfig(backend=_BACKEND),
             disable_log_stats=False,
         )
-        return AsyncLLM.from_engine_args(arguments, stat_loggers=[StepRecorder])
+        self._llm_or_none = AsyncLLM.from_engine_args(arguments, stat_loggers=[StepRecorder])
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         from vllm import SamplingParams

@@ -1,5 +1,6 @@
 """What a vLLM engine is given, and the environment that vLLM reads while it is imported."""
 
+import logging
 import os
 from dataclasses import dataclass
 from typing import Literal
@@ -33,8 +34,6 @@ class VllmSettings:
     """CPUs: cores that each worker is bound to, such as "0" or, for two workers, "0-3|4-7". Empty: not bound."""
     cpu_threads: int = 1
     """CPUs: threads of a worker that is not bound to cores."""
-    debug_logs: bool = False
-    """Let vLLM log what it does; else only its warnings."""
 
     @property
     def salt_requests(self) -> bool:
@@ -52,7 +51,11 @@ def prepare_environment(settings: VllmSettings) -> None:
             "HF_HUB_OFFLINE": "1",
             # Standard output belongs to the command's last line.
             "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-            "VLLM_LOGGING_LEVEL": "DEBUG" if settings.debug_logs else "WARNING",
+            # Its warnings are about what is wanted here: no tokenizer, no compiling, buffers that no version has.
+            "VLLM_LOGGING_LEVEL": "DEBUG" if logging.getLogger().isEnabledFor(logging.DEBUG) else "ERROR",
+            # In the engine's processes: of their libraries, and of shared memory that is left when they are killed,
+            # which is cleaned up by the one that warns.
+            "PYTHONWARNINGS": "ignore::FutureWarning,ignore:resource_tracker:UserWarning",
             # Of all plugins installed beside vLLM only ours.
             "VLLM_PLUGINS": "streamrl",
             # gRPC does not survive a fork.
