@@ -4,10 +4,7 @@ It decides nothing about learning: the trainer says when the run is over.
 """
 
 import asyncio
-import contextlib
 import logging
-import signal
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +14,7 @@ from streamrl.command.display import Display
 from streamrl.command.observer import Observation, Observer
 from streamrl.command.report import error_report, now_text
 from streamrl.command.settings import Settings
+from streamrl.command.stop_signals import StopSignals
 from streamrl.command.supervisor import Supervisor, service_launches
 from streamrl.errors import StreamRLError
 from streamrl.run_folder import RunFolder, RunRecord, RunStatus, ServiceRecord
@@ -41,48 +39,68 @@ class Outcome:
     error: BaseException | None = None
 
 
-class Conductor:
+async def conduct(
+    settings: Settings,
+    folder: RunFolder,
+    record: RunRecord,
+    display: Display,
+    broker: EmbeddedBroker | None,
+    signals: StopSignals,
+) -> Outcome:
+    """Starts a run's services and returns when all have ended. Failures are in the outcome.
+
+    Args:
+        record: as it stands in the folder; replaced there whenever a process starts or ends.
+        broker: the embedded broker, already running; ended with the run. None: the run uses a cluster.
+    """
+    return await _Conductor(settings, folder, record, display, broker, signals).conduct()
+
+
+class _Conductor:
     """Runs one run. Use it once, from the main thread."""
 
     def __init__(
-        self, settings: Settings, folder: RunFolder, record: RunRecord, display: Display, broker: EmbeddedBroker | None
+        self,
+        settings: Settings,
+        folder: RunFolder,
+        record: RunRecord,
+        display: Display,
+        broker: EmbeddedBroker | None,
+        signals: StopSignals,
     ) -> None:
-        """
-        Args:
-            record: as it stands in the folder; replaced there whenever a process starts or ends.
-            broker: the embedded broker, already running; ended with the run. None: the run uses a cluster.
-        """
         self._settings = settings
         self._folder = folder
         self._record = record
         self._display = display
         self._broker = broker
+        self._signals = signals
         self._stop_asked = asyncio.Event()
         self._abort_asked = asyncio.Event()
         self._observation = Observation(None, None)
 
     async def conduct(self) -> Outcome:
-        """Starts the services and returns when all have ended. Failures are in the outcome."""
-        rpc = self._settings.rpc
-        async with Observer(self._settings.run.id, rpc.trainer_address, rpc.scheduler_address) as observer:
+        run, rpc = self._settings.run, self._settings.rpc
+        async with Observer(run.id, run.attempt, rpc.trainer_address, rpc.scheduler_address) as observer:
             supervisor = Supervisor(
                 self._folder,
                 service_launches(self._folder.settings, self._settings.generator.num_instances),
-                max_restarts=self._settings.run.max_restarts,
-                was_ready=observer.has_registered,
+                max_restarts=run.max_restarts,
+                on_generator_death=observer.report_death,
                 on_change=lambda sentence: self._note(supervisor, sentence),
             )
-            self._supervisor = supervisor
             broker = ChildProcess(self._broker.process) if self._broker is not None else None
             error: BaseException | None = None
+            self._signals.hand_to(self._on_signal)
             try:
-                async with self._signals():
-                    await self._until_over(supervisor, observer, broker)
+                await self._until_over(supervisor, observer, broker)
             except (ValueError, StreamRLError) as caught:
                 logger.error("the run failed: %s", caught)
                 error = caught
             finally:
+                # Everything is ended now anyway, within seconds: a signal makes it at once.
+                self._signals.hand_to(self._abort_asked.set)
                 await self._end(supervisor, broker, failed=error is not None)
+        self._signals.ignore()
         return self._outcome(error)
 
     async def _until_over(self, supervisor: Supervisor, observer: Observer, broker: ChildProcess | None) -> None:
@@ -122,27 +140,14 @@ class Conductor:
             self._display.step("stopping: the trainer has not begun")
             supervisor.terminate("trainer")
 
-    @contextlib.asynccontextmanager
-    async def _signals(self) -> AsyncIterator[None]:
-        """The first SIGINT or SIGTERM asks for a stop in order, the second ends everything at once."""
-        loop = asyncio.get_running_loop()
-
-        def on_signal() -> None:
-            if self._stop_asked.is_set():
-                self._display.step("stopping at once")
-                self._abort_asked.set()
-            else:
-                self._display.step("asked to stop; once more stops at once")
-                self._stop_asked.set()
-
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, on_signal)
-        try:
-            yield
-        finally:
-            # From here on everything is ended anyway, within seconds.
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(number, self._abort_asked.set)
+    def _on_signal(self) -> None:
+        """The first signal asks for a stop in order, the second ends everything at once."""
+        if self._stop_asked.is_set():
+            self._display.step("stopping at once")
+            self._abort_asked.set()
+        else:
+            self._display.step("asked to stop; once more stops at once")
+            self._stop_asked.set()
 
     async def _end(self, supervisor: Supervisor, broker: ChildProcess | None, *, failed: bool) -> None:
         begun = self._observation.trainer is not None and self._observation.trainer.iteration > 0

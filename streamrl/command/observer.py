@@ -1,6 +1,7 @@
-"""What a run does now, asked of its trainer and its scheduler; and the one thing it is told: to stop."""
+"""What a run does now, asked of its trainer and its scheduler; and what they are told: to stop, and who died."""
 
 import asyncio
+import contextlib
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, cast
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 from streamrl.errors import StreamRLError
 from streamrl.rpc.channel import open_aio_channel
 from streamrl.rpc.errors import peer_errors
-from streamrl.v1.scheduler_pb2 import GetFleetRequest, GetFleetResponse
+from streamrl.v1.scheduler_pb2 import DrainRequest, GetFleetRequest, GetFleetResponse, InstanceState
 from streamrl.v1.scheduler_pb2_grpc import SchedulerServiceStub
 from streamrl.v1.trainer_pb2 import (
     TrainerServiceGetStatusRequest,
@@ -37,8 +38,9 @@ class Observation:
 class Observer:
     """Calls to a run's services. Use it inside one event loop."""
 
-    def __init__(self, run_id: str, trainer_address: str, scheduler_address: str) -> None:
+    def __init__(self, run_id: str, attempt: int, trainer_address: str, scheduler_address: str) -> None:
         self._run_id = run_id
+        self._attempt = attempt
         self._addresses = (trainer_address, scheduler_address)
         self._trainer_channel = open_aio_channel(trainer_address)
         self._scheduler_channel = open_aio_channel(scheduler_address)
@@ -54,9 +56,26 @@ class Observer:
         self._trainer_has_answered |= trainer is not None
         return Observation(trainer, fleet, self._trainer_has_answered)
 
-    async def has_registered(self, instance: str) -> bool:
-        """Whether a generator has ever registered, as far as the scheduler or we remember."""
-        await self._fleet()
+    async def report_death(self, instance: str) -> bool:
+        """Tells the scheduler that a generator's process has ended, so that its samples go to others a lease earlier.
+
+        Returns:
+            Whether the generator had ever registered, as far as the scheduler or we remember.
+        """
+        fleet = await self._fleet()
+        for known in fleet.instances if fleet is not None else ():
+            if known.instance == instance and known.state != InstanceState.INSTANCE_STATE_DEAD:
+                request = DrainRequest(
+                    run_id=self._run_id,
+                    attempt=self._attempt,
+                    instance=instance,
+                    incarnation=known.incarnation,
+                    reason="its process has ended",
+                    stopped=True,
+                )
+                # Where it does not arrive, the lease expires by itself.
+                with contextlib.suppress(StreamRLError), peer_errors(f"scheduler at {self._addresses[1]}"):
+                    await self._scheduler.Drain(request, timeout=_DEADLINE_S)
         return instance in self._registered
 
     async def ask_to_stop(self) -> bool:

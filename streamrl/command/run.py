@@ -10,7 +10,7 @@ from pathlib import Path
 
 from streamrl.command.broker import EmbeddedBroker
 from streamrl.command.checks import NOT_CHECKED_OFFLINE, check_addresses, check_broker, check_memory, check_services
-from streamrl.command.conduct import Conductor, Outcome
+from streamrl.command.conduct import Outcome, conduct
 from streamrl.command.display import Display, open_display, show_summary
 from streamrl.command.report import (
     EXIT_COMPLETED,
@@ -25,6 +25,7 @@ from streamrl.command.report import (
 from streamrl.command.resolve import resolve, with_addresses
 from streamrl.command.settings import Settings
 from streamrl.command.settings_text import public_settings, toml_text
+from streamrl.command.stop_signals import StopSignals
 from streamrl.errors import StreamRLError
 from streamrl.lifetime import ProcessIdentity
 from streamrl.run_folder import RunFolder, RunRecord, ServiceRecord
@@ -46,13 +47,14 @@ def run(arguments: Namespace) -> int:
     folder = RunFolder(settings.run.folder)
     if folder.record.exists():
         raise ValueError(f"run {settings.run.id} exists already in {folder.path}: choose another run.id")
+    signals = StopSignals()
     display = open_display(settings.generator.num_instances)
     with contextlib.closing(display):
-        outcome = _run(settings, folder, display, arguments.config)
+        outcome = _run(settings, folder, display, signals, arguments.config)
     return _tell(outcome, settings, folder, as_json=arguments.json)
 
 
-def _run(settings: Settings, folder: RunFolder, display: Display, config: Path) -> Outcome:
+def _run(settings: Settings, folder: RunFolder, display: Display, signals: StopSignals, config: Path) -> Outcome:
     display.step(f"run {settings.run.id}: checking")
     check_addresses(settings)
     check_memory(settings)
@@ -77,13 +79,7 @@ def _run(settings: Settings, folder: RunFolder, display: Display, config: Path) 
                 folder.write_record(record.ended("failed", now_text(), error_report(error)))
                 raise
             display.step(f"broker ready at {broker.address}")
-        return asyncio.run(_conduct(settings, folder, record, display, broker))
-
-
-async def _conduct(
-    settings: Settings, folder: RunFolder, record: RunRecord, display: Display, broker: EmbeddedBroker | None
-) -> Outcome:
-    return await Conductor(settings, folder, record, display, broker).conduct()
+        return asyncio.run(conduct(settings, folder, record, display, broker, signals))
 
 
 def _first_record(settings: Settings, config: Path, broker: EmbeddedBroker | None) -> RunRecord:

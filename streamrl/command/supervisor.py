@@ -68,18 +68,18 @@ class Supervisor:
         launches: Sequence[Launch],
         *,
         max_restarts: int,
-        was_ready: Callable[[str], Awaitable[bool]],
+        on_generator_death: Callable[[str], Awaitable[bool]],
         on_change: Callable[[str], None],
     ) -> None:
         """
         Args:
-            was_ready: whether a generator, by its instance name, has ever registered.
+            on_generator_death: called with the instance's name; answers whether it had ever registered.
             on_change: called with a sentence whenever a process was started or has ended.
         """
         self._folder = folder
         self._launches = launches
         self._max_restarts = max_restarts
-        self._was_ready = was_ready
+        self._on_generator_death = on_generator_death
         self._on_change = on_change
         self._children: dict[str, ChildProcess] = {}
         self._restarts: dict[str, int] = {}
@@ -160,7 +160,8 @@ class Supervisor:
                 return
             now = time.monotonic()
             deaths = [death for death in deaths if now - death <= WINDOW_S] + [now]
-            was_ready = was_ready or (launch.service == "generator" and await self._was_ready(launch.instance))
+            if launch.service == "generator":
+                was_ready |= await self._on_generator_death(launch.instance)
             decision = decide(
                 launch.service,
                 exit_code,

@@ -2,6 +2,7 @@
 
 It speaks the services' contract with the command (arguments, exit codes, error files, summary, status over gRPC) and
 does no work. The environment variable STUB says, by instance, how it behaves:
+    check_s         seconds that --check takes
     check_error     --check refuses with this message
     exit_code       it ends with this code, with `error` in its error file
     after_s         seconds before it does so (0: before it registers)
@@ -16,6 +17,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ def main(service: str) -> None:
     settings = json.loads(arguments.settings.read_text())
     behaviour: dict[str, Any] = json.loads(os.environ.get("STUB", "{}")).get(arguments.instance, {})
     if arguments.check:
+        time.sleep(behaviour.get("check_s", 0))
         if "check_error" in behaviour:
             sys.stderr.write(json.dumps({"kind": "bad_input", "message": behaviour["check_error"]}) + "\n")
             sys.exit(2)
@@ -94,10 +97,17 @@ class _Fleet(scheduler_pb2_grpc.SchedulerServiceServicer):
             instance=request.instance,
             address="127.0.0.1:1234",
             pid=request.pid,
+            incarnation=1,
             state=scheduler_pb2.INSTANCE_STATE_LIVE,
             heartbeat=scheduler_pb2.HeartbeatRequest(running=3, waiting=2, weight_version=1),
         )
         return scheduler_pb2.RegisterResponse(incarnation=1)
+
+    async def Drain(self, request: Any, context: Any) -> Any:
+        if request.stopped and request.incarnation == 1:
+            self._instances[request.instance].state = scheduler_pb2.INSTANCE_STATE_DEAD
+            sys.stderr.write(f"{request.instance} has stopped: {request.reason}\n")
+        return scheduler_pb2.DrainResponse()
 
     async def GetFleet(self, request: Any, context: Any) -> Any:
         return scheduler_pb2.GetFleetResponse(instances=self._instances.values(), waits=["batch 4 waits for version 3"])

@@ -60,6 +60,8 @@ def test_a_killed_generator_is_started_again_and_the_run_completes(place: Any) -
     done = place.ended(run)
     assert done.exit_code == 0, done.stderr
     assert "generator-1 died (killed by signal SIGKILL): starting it again" in done.stderr
+    scheduler_log = (place.run_folder / "logs" / "scheduler.log").read_text()
+    assert "generator-1 has stopped: its process has ended" in scheduler_log
 
 
 def _instances(place: Any) -> set[str]:
@@ -263,3 +265,16 @@ def test_a_record_with_a_reused_process_id_harms_nobody(place: Any) -> None:
         assert place.call("stop", "r", "--json").result["state"] == "dead"
         assert innocent.poll() is None
         innocent.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_it_still_checks_ends_it_with_one_line(place: Any, number: signal.Signals) -> None:
+    run = place.start_run(stub={"trainer": {"check_s": 1000}})
+    assert run.stderr is not None
+    assert "checking" in run.stderr.readline()
+    run.send_signal(number)
+    done = place.ended(run)
+    assert done.exit_code == 130
+    assert done.result["status"] == "stopped"
+    assert place.processes() == []
+    assert not (place.folder / "runs").exists()
