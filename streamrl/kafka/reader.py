@@ -56,7 +56,7 @@ class RecordReader:
             )
         )
         self._consumer.assign(
-            # Offset 0 saves a look-up of the beginning, half a second; where it has expired, auto.offset.reset finds it.
+            # Offset 0 saves a look-up of the beginning, half a second; where it has expired, auto.offset.reset helps.
             [TopicPartition(topic, partition, offset or 0) for partition, offset in positions.items()]
         )
 
