@@ -16,6 +16,7 @@ count / world size, which is known only then:
 import contextlib
 import gc
 import logging
+import math
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -47,7 +48,7 @@ class StepStats:
     learning_rate: float
     loss: float
     grad_norm: float
-    """Before clipping, of the divided gradient."""
+    """Before clipping, of the divided gradient; infinite when it was not applied."""
     num_tokens: int
     """Tokens that went through a pass; tokens of skipped equal-reward groups did not."""
     clip_fraction: float
@@ -114,11 +115,14 @@ class Policy:
         model.to(_DTYPES[dtype])
         _disable_dropout(model)
         if gradient_checkpointing:
-            model.gradient_checkpointing_enable()  # type: ignore[operator]
+            model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         num_elements = sum(parameter.numel() for parameter in model.parameters())
         optimizer = torch.optim.AdamW(_parameter_groups(model, weight_decay), lr=learning_rate, betas=betas, fused=True)
         self._engine = _start_engine(model, optimizer, zero_stage, dtype, max_grad_norm, num_elements)
         self._engine.train()
+        if zero_stage == 0:
+            # `_step_without_zero` reduces, once; the engine's own step would do it again.
+            self._engine.enable_backward_allreduce = False
         self._world_size = dist.get_world_size()
         self._rank = dist.get_rank()
         self._start_sums()
@@ -186,6 +190,7 @@ class Policy:
             group["lr"] = learning_rate
         num_steps = self.num_steps
         grad_norm = self._divide_and_step(global_count / self._world_size)
+        applied = self.num_steps > num_steps
         dist.all_reduce(self._sums)
         dist.all_reduce(self._maxima, op=dist.ReduceOp.MAX)
         sums = dict(zip(SUM_NAMES, self._sums.tolist(), strict=True))
@@ -193,11 +198,12 @@ class Policy:
         self._start_sums()
         num_tokens, num_own_tokens = int(sums["num_tokens"]), int(sums["num_own_tokens"])
         return StepStats(
-            applied=self.num_steps > num_steps,
+            applied=applied,
             step=self.num_steps,
             learning_rate=learning_rate,
             loss=sums["loss"] / global_count,
-            grad_norm=grad_norm,
+            # A step that was not applied leaves DeepSpeed's figure of the one before in place.
+            grad_norm=grad_norm if applied else math.inf,
             num_tokens=num_tokens,
             clip_fraction=sums["clipped"] / max(1, num_tokens),
             approx_kl=sums["kl"] / max(1, num_tokens),

@@ -1,6 +1,7 @@
 """DeepSpeed for real, on a model of 20 thousand parameters; what it should do is written here in plain PyTorch."""
 
 import dataclasses
+import math
 import os
 import random
 import subprocess
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from trainer_svc.checkpoint import load_checkpoint, save_checkpoint
 from trainer_svc.losses import AGGREGATIONS
 from trainer_svc.microbatches import TrainSample, collate, cut, deal, empty_micro_batch, loss_count
 from trainer_svc.policy import Policy, StepStats, learning_rate_at
@@ -63,7 +65,14 @@ def _samples(num_samples: int = 12, *, seed: int = 0) -> list[TrainSample]:
     return samples
 
 
-def _policy(model: Qwen2ForCausalLM, zero_stage: int, dtype: str = "float32", *, learning_rate: float = 1e-3) -> Policy:
+def _policy(
+    model: Qwen2ForCausalLM,
+    zero_stage: int,
+    dtype: str = "float32",
+    *,
+    learning_rate: float = 1e-3,
+    gradient_checkpointing: bool = False,
+) -> Policy:
     return Policy(
         model,
         algorithm="grpo",
@@ -76,6 +85,7 @@ def _policy(model: Qwen2ForCausalLM, zero_stage: int, dtype: str = "float32", *,
         max_grad_norm=_MAX_GRAD_NORM,
         zero_stage=zero_stage,
         dtype=dtype,
+        gradient_checkpointing=gradient_checkpointing,
     )
 
 
@@ -139,6 +149,14 @@ def test_steps_are_those_of_the_whole_batch_in_plain_pytorch_however_it_is_cut(r
         policy.close()
 
 
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_gradient_checkpointing_changes_nothing(ranks, zero_stage):
+    policy = _policy(_model(), zero_stage, gradient_checkpointing=True)
+    _step(policy, _samples(), 100, ranks)
+    assert _max_difference(dict(policy.weights()), _plain_steps([_samples()])[0]) < 1e-5
+    policy.close()
+
+
 def _two_ranks_at_all_stages(folder: Path) -> None:
     """Run as a program, by two ranks."""
     with join_ranks(2, [sys.executable, __file__, str(folder)], os.environ) as ranks:
@@ -146,12 +164,14 @@ def _two_ranks_at_all_stages(folder: Path) -> None:
             policy = _policy(_model(), zero_stage)
             # These make an odd number of micro-batches: one rank passes an empty one.
             _step(policy, _samples(), 70, ranks)
-            policy.save(folder / f"saved-{zero_stage}")
+            checkpoint = save_checkpoint(
+                folder / f"stage-{zero_stage}", attempt=1, iteration=1, policy=policy, state={}, keep=1, ranks=ranks
+            )
             stats = _step(policy, _samples(seed=1), 70, ranks)
             weights = dict(policy.weights())
             policy.close()
             resumed = _policy(_model(), zero_stage)
-            resumed.load(folder / f"saved-{zero_stage}")
+            load_checkpoint(checkpoint, policy=resumed, ranks=ranks)
             assert _step(resumed, _samples(seed=1), 70, ranks) == stats
             resumed_weights = dict(resumed.weights())
             resumed.close()
@@ -204,7 +224,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(ranks, zero_stage, dtype)
             broken.advantages.fill_(float("nan"))
             policy.accumulate(broken)
             stats = policy.step(10.0)
-            assert (stats.applied, stats.step) == (False, 1)
+            assert (stats.applied, stats.step, stats.grad_norm) == (False, 1, math.inf)
         assert _step(policy, _samples(seed=1), 100, ranks).step == 2
         weights.append(dict(policy.weights()))
         policy.close()
