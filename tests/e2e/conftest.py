@@ -25,7 +25,7 @@ class Run:
         self._stdout, self._stderr = folder / "stdout", folder / "stderr"
         command = [sys.executable, "-m", "streamrl.command.main", "run", str(config), "--json"]
         for name, value in {"run.id": "e2e", "run.dir": str(folder / "runs"), **settings}.items():
-            command += ["--set", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
+            command += ["--set", f"{name}={_toml(value)}"]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -106,6 +106,13 @@ class Run:
         for process in self.children:
             if process.is_running():
                 process.kill()
+
+
+def _toml(value: Any) -> str:
+    """A value as `--set` takes it."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 StartRun = Callable[..., Run]
