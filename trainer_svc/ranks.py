@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 _LOOPBACK = "127.0.0.1"
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """Longest that a rank waits for the others inside one collective; rank 0 speaks far more often than that."""
+_START_CHECK = timedelta(seconds=1)
+"""Between looks at whether ranks that have not come yet still live."""
 _END_GRACE_S = 30.0
 """Time that the other ranks have to end after rank 0 is done."""
 _REAP_S = 5.0
@@ -189,7 +191,12 @@ def join_ranks(num_ranks: int, command: Sequence[str], environment: Mapping[str,
     children = _start_others(command, environment, num_ranks, store.port) if launched is None else []
     ranks = Ranks(place.rank, place.world_size, children)
     try:
-        _init_process_group(place, store)
+        launch_store = PrefixStore(f"trainer{place.launch}", store)
+        if children:
+            _await_start(ranks, launch_store)
+        else:
+            launch_store.set(f"started-{place.rank}", "")
+        _init_process_group(place, launch_store)
         yield ranks
         _await_end(children)
     except RuntimeError as error:
@@ -222,8 +229,18 @@ def _start_others(
     return children
 
 
+def _await_start(ranks: Ranks, store: Store) -> None:
+    """Waits until all others have come; one that ended on its way must not be waited for."""
+    for rank in range(1, ranks.world_size):
+        while True:
+            ranks.check()
+            with contextlib.suppress(dist.DistStoreError):
+                store.wait([f"started-{rank}"], _START_CHECK)
+                break
+
+
 def _init_process_group(place: Place, store: Store) -> None:
-    # DeepSpeed refuses to start without it, and reads it nowhere but here.
+    # DeepSpeed insists on finding it in the environment.
     os.environ["LOCAL_RANK"] = str(place.local_rank)
     backend = "gloo"
     if torch.cuda.is_available():
@@ -231,7 +248,7 @@ def _init_process_group(place: Place, store: Store) -> None:
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(
         backend,
-        store=PrefixStore(f"trainer{place.launch}", store),
+        store=store,
         rank=place.rank,
         world_size=place.world_size,
         timeout=_COLLECTIVE_TIMEOUT,

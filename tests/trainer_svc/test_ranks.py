@@ -97,6 +97,14 @@ def test_a_rank_that_dies_ends_rank_0_with_its_reason(tmp_path, death, reason):
     assert reason in result.stderr
 
 
+def test_a_rank_that_never_comes_ends_rank_0_with_its_reason(tmp_path):
+    program = _program(tmp_path, "raise AssertionError('joined')")
+    program.write_text(f"import os, sys\nif 'RANK' in os.environ:\n    sys.exit(7)\n{program.read_text()}")
+    result = _run(program)
+    assert "ServiceDiedError: trainer rank 1" in result.stderr
+    assert "exit code 7" in result.stderr
+
+
 def test_an_error_on_rank_0_ends_the_others(tmp_path):
     program = _program(
         tmp_path,
