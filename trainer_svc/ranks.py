@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _LOOPBACK = "127.0.0.1"
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """Longest that a rank waits for the others inside one collective; rank 0 speaks far more often than that."""
-_START_CHECK = timedelta(seconds=1)
+_START_CHECK_S = 0.2
 """Between looks at whether ranks that have not come yet still live."""
 _END_GRACE_S = 30.0
 """Time that the other ranks have to end after rank 0 is done."""
@@ -231,12 +231,10 @@ def _start_others(
 
 def _await_start(ranks: Ranks, store: Store) -> None:
     """Waits until all others have come; one that ended on its way must not be waited for."""
-    for rank in range(1, ranks.world_size):
-        while True:
-            ranks.check()
-            with contextlib.suppress(dist.DistStoreError):
-                store.wait([f"started-{rank}"], _START_CHECK)
-                break
+    started = [f"started-{rank}" for rank in range(1, ranks.world_size)]
+    while not store.check(started):
+        ranks.check()
+        time.sleep(_START_CHECK_S)
 
 
 def _init_process_group(place: Place, store: Store) -> None:
