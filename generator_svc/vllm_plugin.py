@@ -24,6 +24,7 @@ def register() -> None:
         die_with_parent(parent.pid)
         if current_platform.is_cpu():
             wait_without_spinning()
+            ask_for_matrix_units()
 
 
 def wait_without_spinning() -> None:
@@ -36,3 +37,15 @@ def wait_without_spinning() -> None:
 
     assert hasattr(shm_broadcast, "sched_yield"), "this vLLM waits in another way"
     shm_broadcast.sched_yield = lambda: time.sleep(_WAIT_S)
+
+
+def ask_for_matrix_units() -> None:
+    """Asks the kernel for the use of AMX, which it grants a process on demand.
+
+    vLLM's attention uses it for bfloat16 wherever the processor has it, but only other libraries ask, and only when
+    the model is large enough for their own use of it: a small one would end the worker with an illegal instruction.
+    """
+    import torch
+
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()

@@ -358,7 +358,7 @@ from generator_svc.weight_fetcher import WeightSource
 from streamrl.v1.weights_pb2 import VersionManifest
 
 async def main():
-    settings = VllmSettings(max_running=4, max_model_len=64, dtype="float32", kv_cache_gib=0.05)
+    settings = VllmSettings(max_running=4, max_model_len=64, dtype="bfloat16", kv_cache_gib=0.05)
     source = WeightSource(sys.argv[2], "run", attempt=1, receiver="g", site="a")
     engine = VllmEngine(settings, source)
     await engine.start(Path(sys.argv[1]), VersionManifest.FromString(sys.stdin.buffer.read()))
