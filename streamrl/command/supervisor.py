@@ -14,6 +14,7 @@ from pathlib import Path
 
 from streamrl import lifetime
 from streamrl.command.child_process import ChildProcess
+from streamrl.command.death_reason import death_reason, describe_exit
 from streamrl.command.restart_policy import EXIT_BAD_INPUT, WINDOW_S, decide
 from streamrl.errors import ServiceDiedError
 from streamrl.lifetime import ProcessIdentity
@@ -22,8 +23,6 @@ from streamrl.run_folder import RunFolder
 logger = logging.getLogger(__name__)
 
 _LAST_STAGE_GRACE_S = 5.0
-_LOG_TAIL_BYTES = 4000
-_LOG_TAIL_LINES = 3
 
 
 @dataclass(frozen=True)
@@ -153,6 +152,7 @@ class Supervisor:
         deaths: list[float] = []
         while True:
             self._folder.error_file(launch.instance).unlink(missing_ok=True)
+            log_start = _size(self._folder.log(launch.instance))
             child = self._start(launch)
             exit_code = await child.wait()
             logger.info("%s (pid %d) ended: %s", launch.instance, child.identity.pid, describe_exit(exit_code))
@@ -172,7 +172,7 @@ class Supervisor:
             if decision.action == "done":
                 self._on_change(f"{launch.instance} is done")
                 return
-            reason = self._reason(launch, exit_code)
+            reason = death_reason(self._folder, launch.instance, exit_code, log_start)
             if decision.action == "fail":
                 if exit_code == EXIT_BAD_INPUT:
                     raise ValueError(reason)
@@ -197,14 +197,6 @@ class Supervisor:
                 f"{self._folder.log('broker')}. A Kafka cluster (kafka.bootstrap_servers) would keep it."
             )
 
-    def _reason(self, launch: Launch, exit_code: int) -> str:
-        """Why a service ended, by its own words where it left any."""
-        error = self._folder.read_error(launch.instance)
-        if error is not None:
-            return error["message"]
-        tail = _log_tail(self._folder.log(launch.instance)) if exit_code > 0 else ""
-        return describe_exit(exit_code) + (f"; its last words: {tail}" if tail else "")
-
     def _last_words(self, launch: Launch, exit_code: int, reason: str, num_deaths: int, was_ready: bool) -> str:
         log = self._folder.log(launch.instance)
         if launch.service != "generator":
@@ -216,19 +208,5 @@ class Supervisor:
         return f"{how}: {reason} (log: {log})"
 
 
-def describe_exit(exit_code: int) -> str:
-    """An exit code in words."""
-    if exit_code < 0:
-        number = -exit_code
-        name = signal.Signals(number).name if number in {item.value for item in signal.Signals} else str(number)
-        return f"killed by signal {name}"
-    return f"exit code {exit_code}"
-
-
-def _log_tail(log: Path) -> str:
-    try:
-        data = log.read_bytes()[-_LOG_TAIL_BYTES:]
-    except FileNotFoundError:
-        return ""
-    lines = [line.strip() for line in data.decode(errors="replace").splitlines() if line.strip()]
-    return " / ".join(lines[-_LOG_TAIL_LINES:])
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
