@@ -220,12 +220,12 @@ class Acceptance:
             return Verdict(None)
         if rollout.status == ROLLOUT_STATUS_FAILED:
             batch.rejected += 1
-            return Verdict(_outcome(key, OUTCOME_REJECTED, reason=rollout.error or "generation failed"))
+            return Verdict(_rejection(key, rollout, rollout.error or "generation failed"))
         try:
             check_consistency(rollout)
         except RecordError as error:
             batch.rejected += 1
-            return Verdict(_outcome(key, OUTCOME_REJECTED, reason=str(error)), dead_letter=str(error))
+            return Verdict(_rejection(key, rollout, str(error)), dead_letter=str(error))
         return Verdict(self._take(batch, key, rollout))
 
     def abandon(self, key: SampleKey, reason: str) -> SampleOutcome | None:
@@ -264,7 +264,7 @@ class Acceptance:
             foreign = {span.weight_version for span in rollout.version_spans} - {batch.key.batch}
             if foreign:
                 batch.rejected += 1
-                return _outcome(key, OUTCOME_REJECTED, reason=f"tokens come from version {sorted(foreign)[0]}")
+                return _rejection(key, rollout, f"tokens come from version {sorted(foreign)[0]}")
         batch.counts = replace(
             batch.counts,
             received=batch.counts.received + 1,
@@ -411,6 +411,14 @@ def parse_rollout(value: bytes) -> Rollout:
 
 def _outcome(key: SampleKey, outcome: int, *, num_tokens: int = 0, reason: str = "") -> SampleOutcome:
     return SampleOutcome(id=key.to_proto(), outcome=outcome, num_tokens=num_tokens, reason=reason)  # type: ignore[arg-type]
+
+
+def _rejection(key: SampleKey, rollout: Rollout, reason: str) -> SampleOutcome:
+    """Names the dispatch that it is of: said again or late, it takes the sample from nobody who has it by then."""
+    rejection = _outcome(key, OUTCOME_REJECTED, reason=reason)
+    rejection.incarnation = rollout.incarnation
+    rejection.dispatch = rollout.dispatch
+    return rejection
 
 
 def _train_sample(answer: Answer, advantage: float, prompt_token_ids: Sequence[int]) -> TrainSample:

@@ -20,6 +20,8 @@ FAKE = {
     "eval.num_prompts": 32,
     "eval.every": 0,
     "mlflow.tracking_uri": "off",
+    # A scheduler dispatches nothing before instances of a life before it must have stopped.
+    "scheduler.lease_s": 2,
 }
 BATCH = 8 * 4
 

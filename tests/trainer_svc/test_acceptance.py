@@ -43,7 +43,12 @@ def rollout(group: int = 0, sample: int = 0, **changes: Any) -> Rollout:
 
 def failed(group: int = 0, sample: int = 0) -> Rollout:
     return Rollout(
-        attempt=1, id=SampleKey(*BATCH, group, sample).to_proto(), status=ROLLOUT_STATUS_FAILED, error="out of memory"
+        attempt=1,
+        id=SampleKey(*BATCH, group, sample).to_proto(),
+        incarnation=17,
+        dispatch=2,
+        status=ROLLOUT_STATUS_FAILED,
+        error="out of memory",
     )
 
 
@@ -120,6 +125,7 @@ def test_a_failed_rollout_is_rejected_and_its_sample_may_still_come() -> None:
     verdict = acceptance.offer(failed())
     assert verdict.outcome is not None
     assert (verdict.outcome.outcome, verdict.outcome.reason) == (OUTCOME_REJECTED, "out of memory")
+    assert (verdict.outcome.incarnation, verdict.outcome.dispatch) == (17, 2)
     acceptance.offer(rollout(sample=0))
     acceptance.offer(rollout(sample=1))
     # A failure that comes after the answer takes nothing back.
