@@ -107,106 +107,35 @@ def _assemble(
     Raises:
         BrokerUnavailableError: Kafka does not answer.
     """
-    run, rpc, trainer = settings.run, settings.rpc, settings.trainer
+    run, trainer = settings.run, settings.trainer
     connection, topics = Connection(settings.kafka, instance), Topics(run.id)
     connection.check(_BROKER_ANSWERS_S)
     create_topics(connection, topics, settings.scheduler.max_instances)
     producer = stack.enter_context(RecordProducer(connection))
     dead_letters = DeadLetters(producer, topics.dead_letters, attempt=run.attempt)
-    lineage, clock = Lineage(), RunClock()
-
     collector = Collector(
         Acceptance(_rules_of(settings), task.score),
         report=lambda outcome: reporter.report(outcome),
         dead_letter=dead_letters.send,
     )
-    reporter = OutcomeReporter(
-        rpc.scheduler_address,
-        run_id=run.id,
-        attempt=run.attempt,
-        tokenizer_digest=tokenizer_digest(model_files),
-        deadline_s=rpc.deadline_s,
-        patience_s=rpc.patience_s,
-        known_outcomes=collector.known_outcomes,
-        on_abandoned=collector.on_abandoned,
-        on_error=collector.fail,
-    ).start()
+    reporter = _reporter(settings, collector, model_files).start()
     stack.callback(reporter.close)
     watch = FleetWatch(
         run_id=run.id,
-        scheduler_address=rpc.scheduler_address,
-        weights_address=rpc.weights_address,
-        deadline_s=rpc.deadline_s,
+        scheduler_address=settings.rpc.scheduler_address,
+        weights_address=settings.rpc.weights_address,
+        deadline_s=settings.rpc.deadline_s,
     ).start()
     stack.callback(watch.close)
-    publisher = Publisher(
-        rpc.weights_address,
-        run.id,
-        run.attempt,
-        chunk_bytes=settings.weights.chunk_bytes,
-        deadline_s=rpc.deadline_s,
-        patience_s=rpc.patience_s,
-    )
+    publisher = _publisher(settings)
     stack.callback(publisher.close)
     rollouts = RecordReader(connection, topics.rollouts, all_partitions(settings.kafka.rollout_partitions))
     stack.callback(ReaderThread(rollouts, collector.on_records, collector.fail).start().close)
-    writer = PromptWriter(
-        producer,
-        topics.prompts,
-        attempt=run.attempt,
-        shape=BatchShape(
-            prompts_per_batch=settings.data.prompts_per_batch,
-            samples_per_prompt=settings.data.samples_per_prompt,
-            num_iterations=trainer.num_iterations,
-            max_staleness=settings.pipeline.max_staleness,
-        ),
-        prompts=task.prompts.train,
-        cursor=CursorState(run.seed, len(task.prompts.train)),
-        sampling=SamplingSettings(
-            temperature=settings.generator.temperature,
-            max_tokens=settings.generator.max_tokens,
-            stop_token_ids=task.stop_token_ids,
-        ),
-        open_batch=collector.open,
-    )
-    evaluations = Evaluations(
-        task.prompts.evaluation[: settings.eval.num_prompts],
-        every=settings.eval.every,
-        num_iterations=trainer.num_iterations,
-        writer=writer,
-        collector=collector,
-    )
-    phases = FleetPhases(rpc.scheduler_address, run_id=run.id, attempt=run.attempt, patience_s=rpc.patience_s)
-    loop = TrainLoop(
-        LoopSettings(
-            attempt=run.attempt,
-            num_iterations=trainer.num_iterations,
-            checkpoint_every=trainer.checkpoint_every,
-            keep_checkpoints=trainer.keep_checkpoints,
-            no_progress_s=trainer.no_progress_s,
-            checkpoint_folder=run.folder / "checkpoints",
-        ),
-        Parts(
-            learner=learner,
-            aggregation=AGGREGATIONS[trainer.loss_aggregation],
-            pacing=pacing_of(settings, phases.set),
-            writer=writer,
-            collector=collector,
-            reporter=reporter,
-            evaluations=evaluations,
-            publisher=publisher,
-            watch=watch,
-            run_log=run_log,
-            answer_table=AnswerTable(task.describe, settings.mlflow.sample_answers),
-            spans=SpanLog(producer, topics.spans, service="trainer_svc", instance="rank-0", attempt=run.attempt),
-            control=control,
-            clock=clock,
-            dead_letters=lambda: dead_letters.count + watch.dead_letters,
-        ),
-        lineage,
-        model_files=model_files,
-        canaries=task.canaries(_CANARY_TOKENS),
-    )
+    writer = _prompt_writer(settings, task, producer, topics, collector)
+    lineage, clock = Lineage(), RunClock()
+
+    def count_dead_letters() -> int:
+        return dead_letters.count + watch.dead_letters
 
     def totals() -> RunTotals:
         watch.refresh()
@@ -218,7 +147,7 @@ def _assemble(
             wall_s=clock.wall_s,
             counts=collector.counts(),
             redispatched=reporter.redispatched,
-            dead_letters=dead_letters.count + watch.dead_letters,
+            dead_letters=count_dead_letters(),
             idle_trainer=clock.idle_share,
             idle_generator=watch.idle_share,
             bytes_full=bytes_full,
@@ -227,7 +156,97 @@ def _assemble(
             mlflow_run_id=run_log.tracker_run_id,
         )
 
-    return _Run(loop, totals)
+    parts = Parts(
+        learner=learner,
+        aggregation=AGGREGATIONS[trainer.loss_aggregation],
+        pacing=pacing_of(settings, _phases(settings).set),
+        writer=writer,
+        collector=collector,
+        reporter=reporter,
+        evaluations=Evaluations(
+            task.prompts.evaluation[: settings.eval.num_prompts],
+            every=settings.eval.every,
+            num_iterations=trainer.num_iterations,
+            writer=writer,
+            collector=collector,
+        ),
+        publisher=publisher,
+        watch=watch,
+        run_log=run_log,
+        answer_table=AnswerTable(task.describe, settings.mlflow.sample_answers),
+        spans=SpanLog(producer, topics.spans, service="trainer_svc", instance="rank-0", attempt=run.attempt),
+        control=control,
+        clock=clock,
+        dead_letters=count_dead_letters,
+    )
+    loop_settings = LoopSettings(
+        attempt=run.attempt,
+        num_iterations=trainer.num_iterations,
+        checkpoint_every=trainer.checkpoint_every,
+        keep_checkpoints=trainer.keep_checkpoints,
+        no_progress_s=trainer.no_progress_s,
+        checkpoint_folder=run.folder / "checkpoints",
+    )
+    canaries = task.canaries(_CANARY_TOKENS)
+    return _Run(TrainLoop(loop_settings, parts, lineage, model_files=model_files, canaries=canaries), totals)
+
+
+def _reporter(settings: TrainerSettings, collector: Collector, model_files: Sequence[ModelFile]) -> OutcomeReporter:
+    return OutcomeReporter(
+        settings.rpc.scheduler_address,
+        run_id=settings.run.id,
+        attempt=settings.run.attempt,
+        tokenizer_digest=tokenizer_digest(model_files),
+        deadline_s=settings.rpc.deadline_s,
+        patience_s=settings.rpc.patience_s,
+        known_outcomes=collector.known_outcomes,
+        on_abandoned=collector.on_abandoned,
+        on_error=collector.fail,
+    )
+
+
+def _publisher(settings: TrainerSettings) -> Publisher:
+    return Publisher(
+        settings.rpc.weights_address,
+        settings.run.id,
+        settings.run.attempt,
+        chunk_bytes=settings.weights.chunk_bytes,
+        deadline_s=settings.rpc.deadline_s,
+        patience_s=settings.rpc.patience_s,
+    )
+
+
+def _phases(settings: TrainerSettings) -> FleetPhases:
+    return FleetPhases(
+        settings.rpc.scheduler_address,
+        run_id=settings.run.id,
+        attempt=settings.run.attempt,
+        patience_s=settings.rpc.patience_s,
+    )
+
+
+def _prompt_writer(
+    settings: TrainerSettings, task: Task, producer: RecordProducer, topics: Topics, collector: Collector
+) -> PromptWriter:
+    return PromptWriter(
+        producer,
+        topics.prompts,
+        attempt=settings.run.attempt,
+        shape=BatchShape(
+            prompts_per_batch=settings.data.prompts_per_batch,
+            samples_per_prompt=settings.data.samples_per_prompt,
+            num_iterations=settings.trainer.num_iterations,
+            max_staleness=settings.pipeline.max_staleness,
+        ),
+        prompts=task.prompts.train,
+        cursor=CursorState(settings.run.seed, len(task.prompts.train)),
+        sampling=SamplingSettings(
+            temperature=settings.generator.temperature,
+            max_tokens=settings.generator.max_tokens,
+            stop_token_ids=task.stop_token_ids,
+        ),
+        open_batch=collector.open,
+    )
 
 
 def _rules_of(settings: TrainerSettings) -> AcceptanceRules:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 _VARIABLES = {
-    # Telemetry and long retries are decided when MLflow is imported, and only by its environment.
+    # MLflow takes these from its environment only, the first when it is imported.
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
 for _name, _value in _VARIABLES.items():
     os.environ.setdefault(_name, _value)

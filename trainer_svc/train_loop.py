@@ -6,10 +6,9 @@ runs in one thread of its own; everything that can wait without it does so in ot
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from streamrl.errors import NoProgressError
 from streamrl.identity import PURPOSE_TRAIN, BatchKey
@@ -220,8 +219,8 @@ class TrainLoop:
             **parts.clock.iteration_figures(batch.counts.trained, batch.counts.generated_tokens),
             **parts.watch.figures(),
             **self._count_figures(),
+            **self._publication_figures(),
         }
-        figures |= self._publication_figures()
         parts.run_log.figures(version, figures)
         parts.run_log.rows(version, parts.answer_table.rows(version, batch))
         parts.control.show_iteration(version, figures)
@@ -282,12 +281,12 @@ class TrainLoop:
                 self._settings.checkpoint_folder,
                 attempt=self._settings.attempt,
                 iteration=iteration,
-                state=self.state().to_json(),
+                state=self._state().to_json(),
                 keep=self._settings.keep_checkpoints,
             )
         self._saved_iteration = iteration
 
-    def state(self) -> TrainerState:
+    def _state(self) -> TrainerState:
         """All that is known of the finished iterations."""
         parts = self._parts
         return TrainerState(
@@ -378,7 +377,7 @@ class TrainLoop:
             )
         return figures
 
-    def _count_figures(self) -> Mapping[str, Any]:
+    def _count_figures(self) -> dict[str, float]:
         counts = self._parts.collector.counts()
         return {
             "rollouts/duplicate": float(counts.duplicate),

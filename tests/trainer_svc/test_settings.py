@@ -1,0 +1,46 @@
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from trainer_svc.settings import TrainerSettings
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"trainer": {"algorithm": "ppo"}}, "ppo is not available in this version; use grpo"),
+        ({"trainer": {"algorithm": "gpro"}}, "unknown algorithm 'gpro'"),
+        ({"trainer": {"learning_rte": 1e-4}}, "learning_rte"),
+        ({"trainer": {"zero_stage": 4}}, "zero_stage"),
+        ({"data": {"samples_per_prompt": 1}}, "data.samples_per_prompt is 1: grpo compares .* needs 2 or more"),
+        ({"trainer": {"num_ranks": 300}}, "fewer than trainer.num_ranks"),
+        ({"generator": {"max_tokens": 2_000_000}}, "kafka.max_message_bytes"),
+        ({"generator": {"top_p": 0.9}}, "generator.top_p is 0.9"),
+        ({"reward": {"functions": []}}, "at least one reward function"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_by_name(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        TrainerSettings(**sections)
+
+
+def test_reward_names_alone_weigh_one_each() -> None:
+    for functions in ("exact_match", ["exact_match"], {"exact_match": 1.0}):
+        settings = TrainerSettings.model_validate({"reward": {"functions": functions}})
+        assert settings.reward.functions == {"exact_match": 1.0}
+
+
+def test_runs_are_logged_beside_each_other_unless_told_otherwise() -> None:
+    default = TrainerSettings.model_validate({"run": {"dir": "/somewhere"}})
+    assert default.mlflow_tracking_uri == "sqlite:////somewhere/mlflow.db"
+    assert TrainerSettings.model_validate({"mlflow": {"tracking_uri": "off"}}).mlflow_tracking_uri == ""
+    server = TrainerSettings.model_validate({"mlflow": {"tracking_uri": "http://tracker:5000"}})
+    assert server.mlflow_tracking_uri == "http://tracker:5000"
+
+
+def test_every_setting_says_what_it_is_for() -> None:
+    for section in TrainerSettings().__class__.model_fields:
+        fields = type(getattr(TrainerSettings(), section)).model_fields
+        undocumented = [name for name, field in fields.items() if not field.description]
+        assert undocumented == [], section
