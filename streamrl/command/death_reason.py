@@ -9,7 +9,7 @@ from streamrl.run_folder import RunFolder
 _READ_BYTES = 256 * 1024
 _TAIL_LINES = 3
 _MAX_LENGTH = 500
-# The last line of a traceback, bare or behind the prefix that engines put before it: "(Worker pid=7) ERROR … [x.py:3] ".
+# The last line of a traceback, bare or behind the prefix of an engine: "(Worker pid=7) ERROR … [x.py:3] ".
 _RAISED = re.compile(r"^(?:\(.*\] )?((?:\w+\.)*\w*(?:Error|Exception): \S.*)$")
 
 

@@ -1,7 +1,7 @@
 """What a run does now, asked of its trainer and its scheduler; and what they are told: to stop, and who died."""
 
 import asyncio
-import contextlib
+import logging
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, cast
@@ -21,6 +21,8 @@ from streamrl.v1.trainer_pb2_grpc import TrainerServiceStub
 if TYPE_CHECKING:
     from streamrl.v1.scheduler_pb2_grpc import SchedulerServiceAsyncStub
     from streamrl.v1.trainer_pb2_grpc import TrainerServiceAsyncStub
+
+logger = logging.getLogger(__name__)
 
 _DEADLINE_S = 2.0
 
@@ -62,7 +64,7 @@ class Observer:
         Returns:
             Whether the generator had ever registered, as far as the scheduler or we remember.
         """
-        fleet = await self._fleet()
+        fleet = await self._fleet(wait_for_ready=True)
         for known in fleet.instances if fleet is not None else ():
             if known.instance == instance and known.state != InstanceState.INSTANCE_STATE_DEAD:
                 request = DrainRequest(
@@ -73,9 +75,11 @@ class Observer:
                     reason="its process has ended",
                     stopped=True,
                 )
-                # Where it does not arrive, the lease expires by itself.
-                with contextlib.suppress(StreamRLError), peer_errors(f"scheduler at {self._addresses[1]}"):
-                    await self._scheduler.Drain(request, timeout=_DEADLINE_S)
+                try:
+                    with peer_errors(f"scheduler at {self._addresses[1]}"):
+                        await self._scheduler.Drain(request, timeout=_DEADLINE_S, wait_for_ready=True)
+                except StreamRLError as error:
+                    logger.warning("the death of %s shows only when its lease expires: %s", instance, error)
         return instance in self._registered
 
     async def ask_to_stop(self) -> bool:
@@ -86,7 +90,7 @@ class Observer:
         """
         try:
             with peer_errors(f"trainer at {self._addresses[0]}"):
-                await self._trainer.Stop(TrainerServiceStopRequest(), timeout=_DEADLINE_S)
+                await self._trainer.Stop(TrainerServiceStopRequest(), timeout=_DEADLINE_S, wait_for_ready=True)
         except StreamRLError:
             return False
         return True
@@ -102,11 +106,12 @@ class Observer:
         # Another run's trainer may have taken the port of one that is gone.
         return status if status.run_id == self._run_id else None
 
-    async def _fleet(self) -> GetFleetResponse | None:
+    async def _fleet(self, *, wait_for_ready: bool = False) -> GetFleetResponse | None:
+        """None: no answer. A channel that failed a moment ago fails again at once, unless told to wait."""
         try:
             with peer_errors(f"scheduler at {self._addresses[1]}"):
                 fleet: GetFleetResponse = await self._scheduler.GetFleet(
-                    GetFleetRequest(run_id=self._run_id), timeout=_DEADLINE_S
+                    GetFleetRequest(run_id=self._run_id), timeout=_DEADLINE_S, wait_for_ready=wait_for_ready
                 )
         except StreamRLError:
             return None
