@@ -175,6 +175,8 @@ class VllmEngine:
         self._prefetcher.begin(manifest)
 
     async def switch(self, manifest: VersionManifest) -> SwitchReport:
+        if self._llm.errored:
+            raise EngineDiedError(_DIED)
         fetched = await self._prefetcher.take(manifest)
         # A load that has begun goes to its end, whatever becomes of the caller.
         return await asyncio.shield(asyncio.ensure_future(self._load(fetched)))
@@ -270,8 +272,10 @@ class VllmEngine:
         if llm is not None:
             from vllm.v1.engine.exceptions import EngineDeadError
 
-            # vLLM would leave these waiting.
+            # vLLM would leave these waiting, and take the end of its processes for an accident.
             llm.output_processor.propagate_error(EngineDeadError())
+            if llm.output_handler is not None:
+                llm.output_handler.cancel()
             await asyncio.get_running_loop().run_in_executor(self._launcher, llm.shutdown, _GRACE_S)
         self._launcher.shutdown(wait=False)
 

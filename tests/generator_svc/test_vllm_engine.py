@@ -65,20 +65,21 @@ def tiny_model(seed: int, *, tied: bool = False) -> Any:
 class Lab:
     """An engine, the models whose weights it gets, and one event loop for all tests that share it."""
 
-    def __init__(self, published: Any, folder: Path, *, tied: bool, **changes: Any) -> None:
+    def __init__(self, published: Any, folder: Path, versions: tuple[int, int], *, tied: bool, **changes: Any) -> None:
         self.published = published
-        self.models = {version: tiny_model(version, tied=tied) for version in (0, 1)}
-        self.models[0].config.save_pretrained(folder)
+        self.models = {version: tiny_model(version, tied=tied) for version in versions}
+        first = versions[0]
+        self.models[first].config.save_pretrained(folder)
         self.manifests = {version: self.publish(version) for version in self.models}
         self.runner = asyncio.Runner()
         usual = {"max_running": 16, "max_model_len": MAX_MODEL_LEN, "dtype": "float32", "kv_cache_gib": 0.05}
         source = WeightSource(published.address, "run", attempt=1, receiver="g", site="a", patience_s=5.0)
         self.engine = self.run(self._make(VllmSettings(**{**usual, **changes}), source))
         before = descendants(os.getpid())
-        report = self.run(self.engine.start(folder, self.manifests[0]))
+        report = self.run(self.engine.start(folder, self.manifests[first]))
         self.processes = descendants(os.getpid()) - before
         assert {"VLLM::EngineCore", "VLLM::Worker"} <= {process.name() for process in self.processes}
-        assert (report.weight_version, report.digest) == (0, self.manifests[0].digest)
+        assert (report.weight_version, report.digest) == (first, self.manifests[first].digest)
 
     async def _make(self, settings: VllmSettings, source: WeightSource) -> VllmEngine:
         return VllmEngine(settings, source)
@@ -149,7 +150,7 @@ async def begun(engine: VllmEngine, count: int = 1) -> None:
 @pytest.fixture(scope="module")
 def lab(weights_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """Recomputes caches at a switch."""
-    lab = Lab(weights_server, tmp_path_factory.mktemp("model"), tied=False)
+    lab = Lab(weights_server, tmp_path_factory.mktemp("model"), (0, 1), tied=False)
     yield lab
     lab.close()
 
@@ -157,7 +158,8 @@ def lab(weights_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 @pytest.fixture(scope="module")
 def keeping_lab(weights_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """Keeps caches at a switch; the model's head is its embedding."""
-    lab = Lab(weights_server, tmp_path_factory.mktemp("model"), tied=True, max_running=4, kv_on_swap="keep")
+    folder = tmp_path_factory.mktemp("model")
+    lab = Lab(weights_server, folder, (10, 11), tied=True, max_running=4, kv_on_swap="keep")
     yield lab
     lab.close()
 
@@ -297,29 +299,29 @@ def test_kept_caches_stay_with_the_answers_that_have_begun(keeping_lab: Lab) -> 
     async def scenario() -> list[GenerationResult]:
         tasks = [asyncio.create_task(lab.engine.generate(request)) for request in requests]
         await begun(lab.engine, 4)
-        await lab.engine.switch(lab.manifests[1])
+        await lab.engine.switch(lab.manifests[11])
         return await asyncio.gather(*tasks)
 
     results = lab.run(scenario())
-    begun_before = [result for result in results if result.version_spans[0][0] == 0]
+    begun_before = [result for result in results if result.version_spans[0][0] == 10]
     assert begun_before
     assert len(begun_before) < len(results)
     for asked, result in zip(requests, results, strict=True):
-        if result.version_spans[0][0] == 1:
+        if result.version_spans[0][0] == 11:
             # Same prompt, other version: a shared cache would show in the log-probs.
             lab.assert_agrees(asked, result)
 
 
 def test_a_tied_head_changes_with_its_embedding(keeping_lab: Lab) -> None:
-    for version in (0, 1):
+    for version in (11, 10):
         keeping_lab.load(version)
         keeping_lab.assert_agrees(request(1), keeping_lab.run(keeping_lab.engine.generate(request(1))))
 
 
 def test_a_version_that_does_not_fit_the_model_costs_the_engine(keeping_lab: Lab) -> None:
-    weights = dict(keeping_lab.models[0].state_dict())
+    weights = dict(keeping_lab.models[10].state_dict())
     del weights["lm_head.weight"], weights["model.norm.weight"]
-    manifest = keeping_lab.published.publish(2, weights)
+    manifest = keeping_lab.published.publish(12, weights)
 
     async def scenario() -> None:
         drawing = asyncio.create_task(keeping_lab.engine.generate(request(1, max_tokens=80, stop=False)))
