@@ -45,6 +45,11 @@ def check_addresses(settings: Settings) -> None:
         reason = why_not_listen(getattr(rpc, name))
         if reason is not None:
             problems.append(f"rpc.{name} is {getattr(rpc, name)}: {reason}. Choose another, or port 0 for a free one")
+    if settings.generator.num_instances > 1 and not rpc.generator_address.endswith(":0"):
+        problems.append(
+            f"rpc.generator_address is {rpc.generator_address}, but the {settings.generator.num_instances} generators "
+            "of this machine cannot listen on one port: leave its port at 0"
+        )
     fixed = [address for name in _ADDRESSES if not (address := getattr(rpc, name)).endswith(":0")]
     for address in sorted({address for address in fixed if fixed.count(address) > 1}):
         problems.append(f"{address} is given to two services in section rpc")

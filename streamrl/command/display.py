@@ -72,7 +72,7 @@ class LineDisplay:
         silent_s = time.monotonic() - self._last_line_s
         if silent_s < _STATE_LINE_EVERY_S:
             return
-        state = status.state if status is not None else ""
+        state = status.state if status is not None and observation.trainer_answers else ""
         if self._iteration == 0:
             # Nothing learns yet: whatever changes is news.
             state = "; ".join([trainer_sentence(observation), fleet_sentence(observation.fleet, self._num_generators)])

@@ -51,7 +51,9 @@ def trainer_sentence(observation: Observation) -> str:
     """What the trainer does, in a few words."""
     status = observation.trainer
     if status is None:
-        return "trainer: does not answer" if observation.trainer_has_answered else "trainer: starting"
+        return "trainer: starting"
+    if not observation.trainer_answers:
+        return "trainer: does not answer"
     return f"trainer: {status.state}" + (f", {status.waits_for}" if status.waits_for else "")
 
 

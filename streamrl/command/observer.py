@@ -29,12 +29,14 @@ _DEADLINE_S = 2.0
 
 @dataclass(frozen=True)
 class Observation:
-    """What two services said about a run; None for one that did not answer."""
+    """What two services said about a run."""
 
     trainer: TrainerServiceGetStatusResponse | None
+    """Its last answer; None before the first."""
     fleet: GetFleetResponse | None
-    trainer_has_answered: bool = False
-    """Now or earlier."""
+    """None: the scheduler does not answer."""
+    trainer_answers: bool = True
+    """Whether the trainer's last answer is one to the last question."""
 
 
 class Observer:
@@ -50,13 +52,13 @@ class Observer:
         self._trainer = cast("TrainerServiceAsyncStub", TrainerServiceStub(self._trainer_channel))
         self._scheduler = cast("SchedulerServiceAsyncStub", SchedulerServiceStub(self._scheduler_channel))
         self._registered: set[str] = set()
-        self._trainer_has_answered = False
+        self._last_trainer: TrainerServiceGetStatusResponse | None = None
 
     async def observe(self) -> Observation:
         """Asks both, at once. A service that does not answer yet, or any more, is no error."""
         trainer, fleet = await asyncio.gather(self._trainer_status(), self._fleet())
-        self._trainer_has_answered |= trainer is not None
-        return Observation(trainer, fleet, self._trainer_has_answered)
+        self._last_trainer = trainer or self._last_trainer
+        return Observation(self._last_trainer, fleet, trainer_answers=trainer is not None)
 
     async def report_death(self, instance: str) -> bool:
         """Tells the scheduler that a generator's process has ended, so that its samples go to others a lease earlier.

@@ -71,11 +71,6 @@ class Settings(BaseSettings):
                 f"generator.num_instances is {generator.num_instances}, more than scheduler.max_instances "
                 f"({scheduler.max_instances}) has room for: raise that, or start fewer generators"
             )
-        if generator.num_instances > 1 and not self.rpc.generator_address.endswith(":0"):
-            problems.append(
-                f"rpc.generator_address is {self.rpc.generator_address}, but {generator.num_instances} generators "
-                "cannot listen on one port: leave its port at 0"
-            )
         if self.kafka.replication_factor > 1 and not self.kafka.bootstrap_servers:
             problems.append(
                 f"kafka.replication_factor is {self.kafka.replication_factor}, but the embedded broker is a single "

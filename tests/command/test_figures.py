@@ -56,7 +56,7 @@ def test_a_line_shows_the_figures_that_there_are() -> None:
 
 def test_sentences_say_what_is_there() -> None:
     assert trainer_sentence(Observation(None, None)) == "trainer: starting"
-    assert trainer_sentence(Observation(None, None, trainer_has_answered=True)) == "trainer: does not answer"
+    assert trainer_sentence(Observation(STATUS, None, trainer_answers=False)) == "trainer: does not answer"
     assert trainer_sentence(Observation(STATUS, None)) == "trainer: waiting, waits for rollouts of batch 4: 12 of 256"
     assert fleet_sentence(None, 2) == "scheduler: starting"
     assert fleet_sentence(FLEET, 2) == "generators: 1 of 2 ready"

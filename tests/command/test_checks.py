@@ -1,0 +1,56 @@
+"""What is looked at before a run starts."""
+
+from pathlib import Path
+
+import pytest
+
+from streamrl.command import checks
+from streamrl.command.memory_needs import MemoryNeeds
+from streamrl.command.ports import free_port
+from streamrl.command.settings import Settings
+from streamrl.errors import BrokerUnavailableError
+
+
+def _settings(**sections: object) -> Settings:
+    return Settings(**sections)  # type: ignore[arg-type]
+
+
+def test_free_addresses_pass() -> None:
+    checks.check_addresses(_settings())
+    checks.check_addresses(_settings(rpc={"weights_address": f"127.0.0.1:{free_port()}"}))
+
+
+def test_two_services_cannot_have_one_address() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(ValueError, match=f"{address} is given to two services"):
+        checks.check_addresses(_settings(rpc={"weights_address": address, "trainer_address": address}))
+
+
+def test_two_generators_of_one_machine_cannot_have_one_address() -> None:
+    rpc = {"generator_address": f"127.0.0.1:{free_port()}"}
+    checks.check_addresses(_settings(rpc=rpc))
+    with pytest.raises(ValueError, match="cannot listen on one port"):
+        checks.check_addresses(_settings(rpc=rpc, generator={"num_instances": 2}))
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"rpc.trainer_address is 192\.0\.2\.1:0: host 192\.0\.2\.1 is not an address"):
+        checks.check_addresses(_settings(rpc={"trainer_address": "192.0.2.1:0"}))
+
+
+def test_a_broker_that_does_not_answer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "BROKER_TIMEOUT_S", 0.5)
+    checks.check_broker(_settings())
+    with pytest.raises(BrokerUnavailableError, match=r"127\.0\.0\.1:9"):
+        checks.check_broker(_settings(kafka={"bootstrap_servers": "127.0.0.1:9"}))
+
+
+def test_a_run_that_needs_more_memory_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    too_much = MemoryNeeds(num_parameters=10**12, trainer=16 * 10**12, generators=10**12)
+    monkeypatch.setattr(checks, "memory_needs", lambda _settings: too_much)
+    monkeypatch.setattr(checks, "_GPU_DEVICE", tmp_path / "none")
+    with pytest.raises(ValueError, match=r"the run needs about 15832\.5 GiB"):
+        checks.check_memory(_settings())
+    # With a GPU most of it is not in this memory.
+    monkeypatch.setattr(checks, "_GPU_DEVICE", tmp_path)
+    assert checks.check_memory(_settings()) == too_much
