@@ -1,11 +1,10 @@
 """The engine as vLLM gives it: one AsyncLLM, whose weights come through our weight transfer.
 
-vLLM runs in processes of its own (a core that schedules, and workers that compute); this is the side that asks. It is
-the only module, besides weight_transfer.py and vllm_plugin.py, that knows vLLM. On GPUs and CPUs it works alike.
+vLLM runs in processes of its own (a core that schedules, and workers that compute); this is the side that asks. Besides
+weight_transfer.py, which loads, and the other modules named vllm_*, nothing knows vLLM. On GPUs and CPUs it works alike.
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from generator_svc.vllm_steps import StepRecorder
-
-logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
