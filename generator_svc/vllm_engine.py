@@ -1,7 +1,7 @@
 """The engine as vLLM gives it: one AsyncLLM, whose weights come through our weight transfer.
 
 vLLM runs in processes of its own (a core that schedules, and workers that compute); this is the side that asks. Besides
-weight_transfer.py, which loads, and the other modules named vllm_*, nothing knows vLLM. On GPUs and CPUs it works alike.
+weight_transfer.py, which loads, and the other modules named vllm_*, nothing knows vLLM. GPUs and CPUs are alike here.
 """
 
 import asyncio
