@@ -4,10 +4,11 @@ import logging
 
 from streamrl.errors import RecordError
 from streamrl.identity import SampleKey, group_key
+from streamrl.kafka.dead_letters import DeadLetters
 from streamrl.kafka.producer import RecordProducer
 from streamrl.kafka.reader import Record
 from streamrl.kafka.topics import Topics
-from streamrl.v1.records_pb2 import ROLLOUT_STATUS_FAILED, DeadLetter, Rollout
+from streamrl.v1.records_pb2 import ROLLOUT_STATUS_FAILED, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -20,13 +21,18 @@ class Outbox:
         self._topics = topics
         self._attempt = attempt
         self._instance = instance
+        self._dead_letters = DeadLetters(producer, topics.dead_letters, service="generator_svc", attempt=attempt)
+        self._earlier_dead_letters = 0
         self.incarnation = 0
-        self.dead_letters = 0
+
+    @property
+    def dead_letters(self) -> int:
         """Written since the incarnation began."""
+        return self._dead_letters.count - self._earlier_dead_letters
 
     def begin(self, incarnation: int) -> None:
         self.incarnation = incarnation
-        self.dead_letters = 0
+        self._earlier_dead_letters = self._dead_letters.count
 
     def send(self, rollout: Rollout) -> None:
         """Sends a rollout, whatever its size: one that no record can hold goes as a failed one.
@@ -52,22 +58,7 @@ class Outbox:
 
     def give_up(self, record: Record, reason: str) -> None:
         """Puts a record that cannot be handled aside."""
-        logger.warning("%s goes to dead-letters: %s", record, reason)
-        self.dead_letters += 1
-        letter = DeadLetter(
-            attempt=self._attempt,
-            service="generator_svc",
-            topic=record.topic,
-            partition=record.partition,
-            offset=record.offset,
-            reason=reason,
-            value=record.value,
-        )
-        try:
-            self._producer.send(self._topics.dead_letters, letter.SerializeToString())
-        except RecordError:
-            letter.ClearField("value")
-            self._producer.send(self._topics.dead_letters, letter.SerializeToString())
+        self._dead_letters.send(record, reason)
 
     def flush(self, timeout_s: float) -> None:
         """Waits until all is delivered; blocks. Raises as `RecordProducer.flush`."""

@@ -14,10 +14,11 @@ from google.protobuf.message import DecodeError
 
 from scheduler_svc.ledger import Ledger, Outgoing
 from streamrl.errors import RecordError
+from streamrl.kafka.dead_letters import DeadLetters
 from streamrl.kafka.producer import RecordProducer
 from streamrl.kafka.reader import Record
 from streamrl.kafka.topics import Topics
-from streamrl.v1.records_pb2 import DeadLetter, PromptRecord
+from streamrl.v1.records_pb2 import PromptRecord
 from streamrl.v1.weights_pb2 import WatchResponse
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,9 @@ class ScheduleLoop:
         self._ledger = ledger
         self._producer = producer
         self._topics = topics
+        self._dead_letters = DeadLetters(
+            producer, topics.dead_letters, service="scheduler_svc", attempt=ledger.settings.run.attempt
+        )
         self._inbox: list[Record] = []
         self._woken = asyncio.Event()
         self._refused_before = 0
@@ -102,23 +106,8 @@ class ScheduleLoop:
             logger.info("%d samples are dispatched in %d assignments", num_samples, len(outgoing))
 
     def _bury(self, record: Record, reason: str) -> None:
-        logger.error("%s cannot be handled: %s", record, reason)
         self._ledger.dead_letters += 1
-        letter = DeadLetter(
-            attempt=self._ledger.settings.run.attempt,
-            service="scheduler_svc",
-            topic=record.topic,
-            partition=record.partition,
-            offset=record.offset,
-            reason=reason,
-            value=record.value,
-        )
-        try:
-            self._producer.send(self._topics.dead_letters, letter.SerializeToString())
-        except RecordError:
-            # The largest legal record does not fit into another one.
-            letter.ClearField("value")
-            self._producer.send(self._topics.dead_letters, letter.SerializeToString())
+        self._dead_letters.send(record, reason)
 
 
 def _parse(record: Record) -> PromptRecord:

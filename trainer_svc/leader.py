@@ -9,6 +9,7 @@ from typing import Any
 
 from streamrl.digest import tokenizer_digest
 from streamrl.kafka.connection import Connection
+from streamrl.kafka.dead_letters import DeadLetters
 from streamrl.kafka.producer import RecordProducer
 from streamrl.kafka.reader import ReaderThread, RecordReader, all_partitions
 from streamrl.kafka.topics import Topics, create_topics
@@ -19,7 +20,6 @@ from trainer_svc.acceptance import Acceptance, AcceptanceRules
 from trainer_svc.answer_table import AnswerTable
 from trainer_svc.collector import Collector
 from trainer_svc.control import TrainerControl
-from trainer_svc.dead_letters import DeadLetters
 from trainer_svc.evaluation import Evaluations
 from trainer_svc.final_model import save_final_model
 from trainer_svc.fleet_phase import FleetPhases
@@ -112,7 +112,7 @@ def _assemble(
     connection.check(_BROKER_ANSWERS_S)
     create_topics(connection, topics, settings.scheduler.max_instances)
     producer = stack.enter_context(RecordProducer(connection))
-    dead_letters = DeadLetters(producer, topics.dead_letters, attempt=run.attempt)
+    dead_letters = DeadLetters(producer, topics.dead_letters, service="trainer_svc", attempt=run.attempt)
     collector = Collector(
         Acceptance(_rules_of(settings), task.score),
         report=lambda outcome: reporter.report(outcome),

@@ -8,12 +8,11 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from streamrl.digest import new_digest
 from trainer_svc.packaged_model import find_packaged_model, packaged_model_folder
 
 if TYPE_CHECKING:
@@ -59,11 +58,6 @@ class ModelFiles:
     max_context_tokens: int | None
     """Longest prompt and answer together; None: the config does not say."""
 
-    @property
-    def tokenizer_digest(self) -> str:
-        """See `tokenizer_digest`."""
-        return tokenizer_digest(self.files)
-
     def load_model(self) -> "PreTrainedModel":
         """The model with its weights, in `dtype`, on the CPU, ready to be trained.
 
@@ -95,7 +89,9 @@ class ModelFiles:
         return trained
 
 
-def resolve_model(path: str, *, dtype: str, seed: int, cache_folder: Path) -> ModelFiles:
+def resolve_model(
+    path: str, *, dtype: str, seed: int, cache_folder: Path, report: Callable[[str], None] = logger.info
+) -> ModelFiles:
     """Finds, downloads or makes the model, and loads its tokenizer.
 
     Args:
@@ -103,13 +99,14 @@ def resolve_model(path: str, *, dtype: str, seed: int, cache_folder: Path) -> Mo
         dtype: `float32` or `bfloat16`.
         seed: of a model that is made on the spot.
         cache_folder: where such models are kept; see `model_cache.default_cache_folder`.
+        report: told in sentences how far the making of a model is.
 
     Raises:
         ValueError: there is no such model, it cannot be reached, or it cannot be trained; says what to do.
     """
     check_model(path)
     with _quiet_progress():
-        folder = _folder(path, seed, cache_folder)
+        folder = _folder(path, seed, cache_folder, report)
     config = _check_folder(folder)
     files = {name: (folder / name).read_bytes() for name in _SMALL_FILES if (folder / name).is_file()}
     files[_CONFIG_FILE] = _config_with_dtype(config, dtype)
@@ -164,22 +161,12 @@ def stop_token_ids(model: ModelFiles, texts: Sequence[str]) -> list[int]:
     return sorted(set(ids))
 
 
-def tokenizer_digest(files: Mapping[str, bytes]) -> str:
-    """BLAKE3, hex, of what turns text into tokens: `tokenizer.json` where there is one, else all tokenizer files."""
-    names = ["tokenizer.json"] if "tokenizer.json" in files else [name for name in _TOKENIZER_FILES if name in files]
-    digest = new_digest()
-    for name in names:
-        digest.update(f"{name}\0{len(files[name])}\0".encode())
-        digest.update(files[name])
-    return digest.hexdigest()
-
-
-def _folder(path: str, seed: int, cache_folder: Path) -> Path:
+def _folder(path: str, seed: int, cache_folder: Path, report: Callable[[str], None]) -> Path:
     """Where the model is, once it is there."""
     if path == TINY:
         from trainer_svc.tiny_model import tiny_model_folder
 
-        return tiny_model_folder(cache_folder, seed)
+        return tiny_model_folder(cache_folder, seed, report)
     if path.startswith(PACKAGE):
         return packaged_model_folder(path.removeprefix(PACKAGE), cache_folder)
     if Path(path).expanduser().is_dir():

@@ -50,11 +50,22 @@ def run_rank(
 
 def train(settings: TrainerSettings, control: TrainerControl, instance: str, ranks: Ranks) -> None:
     """What a rank does among the others. Raises as `run_rank`."""
+
+    def starting(what: str) -> None:
+        logger.info("%s", what)
+        control.show("starting", what)
+
     model = resolve_model(
-        settings.model.path, dtype=settings.model.dtype, seed=settings.run.seed, cache_folder=default_cache_folder()
+        settings.model.path,
+        dtype=settings.model.dtype,
+        seed=settings.run.seed,
+        cache_folder=default_cache_folder(),
+        report=starting,
     )
     # Before the model itself, which takes longer: bad data is to be told at once.
+    starting("prompts and rewards")
     task = load_task(settings, model) if ranks.rank == 0 else None
+    starting("DeepSpeed")
     policy = _policy(settings, model)
     learner = Learner(
         policy,

@@ -9,7 +9,7 @@ The result is an ordinary folder in Hugging Face's layout, cached by recipe and 
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Raise it with every change to what comes out: the cache is keyed by it.
-RECIPE_VERSION = 1
+RECIPE_VERSION = 2
 
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 VOCABULARY = ["<pad>", "<bos>", "<eos>", *(str(number) for number in range(MAX_NUMBER + 1)), "to", "from"]
@@ -45,10 +45,14 @@ _POSITIONS_PER_PASS = 1024
 _LOG_EVERY_S = 3.0
 
 
-def tiny_model_folder(cache_folder: Path, seed: int) -> Path:
-    """The folder of the tiny model of this seed; makes it first when the cache has none (20 s on a free core)."""
+def tiny_model_folder(cache_folder: Path, seed: int, report: Callable[[str], None] = logger.info) -> Path:
+    """The folder of the tiny model of this seed; makes it first when the cache has none (20 s on a free core).
+
+    Args:
+        report: told in sentences how far that is.
+    """
     folder = cache_folder / "models" / f"tiny-v{RECIPE_VERSION}-seed{seed}"
-    return made_once(folder, lambda unfinished: save_tiny_model(warm_start(seed), unfinished))
+    return made_once(folder, lambda unfinished: save_tiny_model(warm_start(seed, report), unfinished))
 
 
 def tiny_config() -> "Qwen2Config":
@@ -103,8 +107,8 @@ def demonstration(generator: np.random.Generator, held_out: frozenset[CountingPr
 _TOKEN_IDS = {word: index for index, word in enumerate(VOCABULARY)}
 
 
-def warm_start(seed: int) -> "Qwen2ForCausalLM":
-    """Makes the model and trains it on demonstrations, with progress in the log.
+def warm_start(seed: int, report: Callable[[str], None] = logger.info) -> "Qwen2ForCausalLM":
+    """Makes the model and trains it on demonstrations, reporting progress in sentences.
 
     Leaves torch's random state alone and works on one thread: a second one hardly helps a model of this size, and the
     two would wait for each other at every step while engines are starting on the same cores.
@@ -114,12 +118,12 @@ def warm_start(seed: int) -> "Qwen2ForCausalLM":
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _imitate_the_clerk(seed)
+        return _imitate_the_clerk(seed, report)
     finally:
         torch.set_num_threads(num_threads)
 
 
-def _imitate_the_clerk(seed: int) -> "Qwen2ForCausalLM":
+def _imitate_the_clerk(seed: int, report: Callable[[str], None]) -> "Qwen2ForCausalLM":
     import torch
     from transformers import Qwen2ForCausalLM
 
@@ -142,7 +146,9 @@ def _imitate_the_clerk(seed: int) -> "Qwen2ForCausalLM":
         optimizer.zero_grad(set_to_none=True)
         if time.monotonic() - logged >= _LOG_EVERY_S or step == NUM_STEPS:
             logged = time.monotonic()
-            logger.info("warm start: step %d of %d, loss %.3f, %.0f s", step, NUM_STEPS, loss, logged - started)
+            report(
+                f"warm start of the tiny model: step {step} of {NUM_STEPS}, loss {loss:.3f}, {logged - started:.0f} s"
+            )
     return model.eval()
 
 

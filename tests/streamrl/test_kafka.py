@@ -14,6 +14,13 @@ from streamrl.kafka.topics import Topics, create_topics
 from streamrl.settings import KafkaSection
 
 
+@pytest.fixture(params=["embedded_kafka_settings", pytest.param("apache_kafka_settings", marks=pytest.mark.kafka)])
+def kafka_settings(request: pytest.FixtureRequest) -> KafkaSection:
+    """Each broker in turn."""
+    settings: KafkaSection = request.getfixturevalue(request.param)
+    return settings
+
+
 @pytest.fixture
 def connection(kafka_settings: KafkaSection) -> Connection:
     return Connection(kafka_settings, "test")
