@@ -53,7 +53,7 @@ def trainer_sentence(observation: Observation) -> str:
     if status is None:
         return "trainer: starting"
     if not observation.trainer_answers:
-        return "trainer: does not answer"
+        return "trainer: ending" if status.state in ("stopping", "done") else "trainer: does not answer"
     return f"trainer: {status.state}" + (f", {status.waits_for}" if status.waits_for else "")
 
 

@@ -58,6 +58,8 @@ def test_sentences_say_what_is_there() -> None:
     assert trainer_sentence(Observation(None, None)) == "trainer: starting"
     assert trainer_sentence(Observation(STATUS, None, trainer_answers=False)) == "trainer: does not answer"
     assert trainer_sentence(Observation(STATUS, None)) == "trainer: waiting, waits for rollouts of batch 4: 12 of 256"
+    over = TrainerServiceGetStatusResponse(state="done")
+    assert trainer_sentence(Observation(over, None, trainer_answers=False)) == "trainer: ending"
     assert fleet_sentence(None, 2) == "scheduler: starting"
     assert fleet_sentence(FLEET, 2) == "generators: 1 of 2 ready"
 
