@@ -464,7 +464,7 @@ global___WatchResponse = WatchResponse
 
 @typing.final
 class AcknowledgeRequest(google.protobuf.message.Message):
-    """The outcome of loading a version."""
+    """What was loaded, and how it compares with what the trainer computed."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

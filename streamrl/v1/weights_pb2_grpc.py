@@ -109,7 +109,7 @@ class WeightsServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Acknowledge(self, request, context):
-        """A receiver tells that it has loaded a version, or could not.
+        """A receiver tells that it has loaded a version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -54,7 +54,7 @@ class WeightsServiceStub:
         streamrl.v1.weights_pb2.AcknowledgeRequest,
         streamrl.v1.weights_pb2.AcknowledgeResponse,
     ]
-    """A receiver tells that it has loaded a version, or could not."""
+    """A receiver tells that it has loaded a version."""
 
     Rewind: grpc.UnaryUnaryMultiCallable[
         streamrl.v1.weights_pb2.RewindRequest,
@@ -104,7 +104,7 @@ class WeightsServiceAsyncStub:
         streamrl.v1.weights_pb2.AcknowledgeRequest,
         streamrl.v1.weights_pb2.AcknowledgeResponse,
     ]
-    """A receiver tells that it has loaded a version, or could not."""
+    """A receiver tells that it has loaded a version."""
 
     Rewind: grpc.aio.UnaryUnaryMultiCallable[
         streamrl.v1.weights_pb2.RewindRequest,
@@ -164,7 +164,7 @@ class WeightsServiceServicer(metaclass=abc.ABCMeta):
         request: streamrl.v1.weights_pb2.AcknowledgeRequest,
         context: _ServicerContext,
     ) -> typing.Union[streamrl.v1.weights_pb2.AcknowledgeResponse, collections.abc.Awaitable[streamrl.v1.weights_pb2.AcknowledgeResponse]]:
-        """A receiver tells that it has loaded a version, or could not."""
+        """A receiver tells that it has loaded a version."""
 
     @abc.abstractmethod
     def Rewind(
