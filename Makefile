@@ -25,7 +25,8 @@ demo: $(VENV)/.installed
 	$(BIN)/streamrl run examples/laptop.toml
 
 test: $(VENV)/.installed-dev
-	$(BIN)/pytest -m "not slow and not gpu"
+	$(BIN)/pytest --numprocesses 2 --dist loadfile -m "not engine and not e2e and not slow and not gpu"
+	$(BIN)/pytest -m "(engine or e2e) and not slow and not gpu"
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/pytest -m "slow and not gpu"
