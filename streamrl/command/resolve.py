@@ -1,18 +1,19 @@
 """From a TOML file, the environment and `--set` to the final settings of a run, with every problem in one message.
 
-Later ones win: TOML, then `STREAMRL_SECTION__KEY`, then `--set section.key=value`. Nothing is started or written here.
+Later ones win: TOML, then `STREAMRL_SECTION__KEY`, then `--set section.key=value`. A table that is given whole replaces
+the earlier one; `section.table.key` changes one key of it. Nothing is started or written here.
 """
 
 import difflib
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import EnvSettingsSource, SettingsError, TomlConfigSettingsSource
 
@@ -21,7 +22,9 @@ from streamrl.command.setting_names import (
     join_free_tables,
     parse_assignment,
     parse_value,
+    section_class,
     suggestion,
+    table_of_key,
     unknown_names,
     without,
 )
@@ -29,6 +32,7 @@ from streamrl.command.settings import SERVICE_SETTINGS, Settings
 
 _ENVIRONMENT = "environment"
 _PREFIX = "STREAMRL_"
+_NONE: Set[str] = frozenset()
 
 
 class _EnvironmentSource(EnvSettingsSource):
@@ -53,15 +57,22 @@ def resolve(config: Path, assignments: Sequence[str], *, must_have_id: bool = Fa
     problems: list[str] = []
     values: dict[str, Any] = {}
     layers = [
-        (str(config), _from_file(config)),
-        (_ENVIRONMENT, _from_environment(problems)),
-        *((f"--set {assignment}", parse_assignment(assignment, Settings)) for assignment in assignments),
+        (str(config), _from_file(config), _NONE),
+        (_ENVIRONMENT, _from_environment(problems), _tables_by_key(_environment_names())),
+        *(
+            (
+                f"--set {assignment}",
+                parse_assignment(assignment, Settings),
+                _tables_by_key([assignment.partition("=")[0].strip()]),
+            )
+            for assignment in assignments
+        ),
     ]
-    for origin, layer in layers:
+    for origin, layer, by_key in layers:
         joined = join_free_tables(layer, Settings)
         unknown = set(unknown_names(joined, Settings))
         problems.extend(f"{_place(name, origin)}: unknown; {suggestion(name, Settings)}" for name in sorted(unknown))
-        values = _updated(values, without(joined, unknown))
+        values = _updated(values, without(joined, unknown), Settings, by_key)
     settings, wrong = _validated(values)
     problems.extend(wrong)
     if must_have_id and settings is not None and not settings.run.id:
@@ -98,7 +109,7 @@ def new_run_id(config: Path, runs: Path, now: datetime) -> str:
     stem = re.sub(r"[^A-Za-z0-9_-]+", "-", config.stem).strip("-_")[:60] or "run"
     base = f"{stem}-{now:%Y%m%d-%H%M%S}"
     candidate, count = base, 1
-    while (runs / candidate).exists():
+    while os.path.lexists(runs / candidate):
         count += 1
         candidate = f"{base}-{count}"
     return candidate
@@ -169,10 +180,34 @@ def _listed(problems: Sequence[str]) -> str:
     return "\n".join([f"{len(problems)} problems in the settings:", *(f"  {problem}" for problem in problems)])
 
 
-def _updated(values: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, Any]:
-    """`newer` over `values`: tables key by key, anything else whole."""
+def _updated(
+    values: Mapping[str, Any], newer: Mapping[str, Any], model: type[BaseModel], by_key: Set[str], prefix: str = ""
+) -> dict[str, Any]:
+    """`newer` over `values`: sections key by key, and so the tables named in `by_key`; anything else whole."""
     merged = dict(values)
     for name, value in newer.items():
         old = merged.get(name)
-        merged[name] = _updated(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            section = section_class(model.model_fields[name])
+            if section is not None:
+                merged[name] = _updated(old, value, section, by_key, f"{prefix}{name}.")
+                continue
+            if prefix + name in by_key:
+                merged[name] = {**old, **value}
+                continue
+        merged[name] = value
     return merged
+
+
+def _tables_by_key(names: Sequence[str]) -> Set[str]:
+    """The free tables of which these names (of one source) mean single keys only."""
+    return {table for name in names if (table := table_of_key(name, Settings)) is not None} - set(names)
+
+
+def _environment_names() -> list[str]:
+    """Dotted names of the settings that the environment gives."""
+    return [
+        name.removeprefix(_PREFIX.lower()).replace("__", ".")
+        for name in map(str.lower, os.environ)
+        if name.startswith(_PREFIX.lower())
+    ]

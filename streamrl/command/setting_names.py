@@ -98,6 +98,15 @@ def parse_assignment(assignment: str, model: type[BaseModel]) -> dict[str, Any]:
     return value
 
 
+def table_of_key(name: str, model: type[BaseModel]) -> str | None:
+    """The free table that a dotted name means one key of: `kafka.client` for `kafka.client.sasl.password`.
+
+    None: the name is that of a section or of a setting as a whole.
+    """
+    known, rest, field = _descend(_split_name(name), model)
+    return ".".join(known) if field is not None and rest else None
+
+
 def join_free_tables(values: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
     """`{"client": {"sasl": {"password": …}}}` as `{"client": {"sasl.password": …}}`, where a table holds plain values.
 
