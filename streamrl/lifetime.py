@@ -170,7 +170,7 @@ class ProcessIdentity:
         Returns:
             Whether it was there.
         """
-        pidfd = _open_process(self.pid)
+        pidfd = _open_process(self.pid) if self.is_alive() else None
         if pidfd is None:
             return False
         try:

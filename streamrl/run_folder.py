@@ -9,12 +9,16 @@
 Contents of the services' own folders are described where they are written.
 """
 
+import contextlib
 import json
 import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from streamrl.lifetime import ProcessIdentity
 
@@ -58,6 +62,13 @@ class RunRecord(_Record):
     """kind and message, when it failed."""
     services: tuple[ServiceRecord, ...] = ()
 
+    @field_validator("started_at", "finished_at")
+    @classmethod
+    def _a_time(cls, value: str | None) -> str | None:
+        if value:
+            datetime.fromisoformat(value)
+        return value
+
     @property
     def state(self) -> RunState:
         """The status, or dead: it says that it is running, but its process is gone."""
@@ -86,24 +97,46 @@ class RunFolder:
         """Where a service says why it ended."""
         return self.path / "services" / f"{instance}.error.json"
 
+    def check_usable(self) -> None:
+        """Looks whether `create` can succeed, and leaves nothing behind.
+
+        Raises:
+            ValueError: it holds a run already, or the place is not one where a run can be.
+        """
+        with unusable_as_bad_input(self.path):
+            if _is_there(self.record):
+                raise self._taken()
+            latest = self.path.parent / LATEST
+            if _is_there(latest) and not latest.is_symlink():
+                raise FileExistsError(None, f"{latest} is in the place of the link to the newest run")
+            place = self.path
+            while not _is_there(place):
+                place = place.parent
+            # Only the try tells: permissions do not say that a file system is read-only, or full, or not a real one.
+            tempfile.TemporaryDirectory(prefix=".streamrl-", dir=place).cleanup()
+
     def create(self, record: RunRecord, settings: str) -> None:
         """Makes the folder, with the resolved settings (JSON), and points `latest` at it.
 
         Raises:
-            ValueError: it holds a run already.
+            ValueError: it holds a run already, or the place is not one where a run can be.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        try:
-            # The one step that two commands cannot both take.
-            with self.record.open("x") as file:
-                file.write(record.model_dump_json(indent=2))
-        except FileExistsError:
-            raise ValueError(
-                f"run {self.path.name} exists already in {self.path}: choose another run.id, or remove that folder"
-            ) from None
-        self.logs.mkdir(exist_ok=True)
-        write_private(self.settings, settings)
-        _point_latest_at(self.path)
+        with unusable_as_bad_input(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                # The one step that two commands cannot both take.
+                with self.record.open("x") as file:
+                    file.write(record.model_dump_json(indent=2))
+            except FileExistsError:
+                raise self._taken() from None
+            self.logs.mkdir(exist_ok=True)
+            write_private(self.settings, settings)
+            _point_latest_at(self.path)
+
+    def _taken(self) -> ValueError:
+        return ValueError(
+            f"run {self.path.name} exists already in {self.path}: choose another run.id, or remove that folder"
+        )
 
     def write_record(self, record: RunRecord) -> None:
         """Replaces run.json: a reader sees the old one or the new one."""
@@ -120,15 +153,28 @@ class RunFolder:
         except FileNotFoundError:
             raise ValueError(f"{self.path} holds no run: {self.record.name} is missing") from None
         except ValidationError as error:
-            raise ValueError(f"{self.record} is damaged: {error}") from error
+            problem = error.errors(include_url=False)[0]
+            place = "".join(f"{part}: " for part in problem["loc"])
+            raise ValueError(f"{self.record} is damaged: {place}{problem['msg']}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{self.record} cannot be read: {error}") from error
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Replaces summary.json: a reader sees the old one or the new one."""
+        _replace(self.summary, json.dumps(summary))
 
     def read_summary(self) -> dict[str, Any] | None:
-        """The run's last line; None before it has one."""
+        """The run's last line; None before it has one.
+
+        Raises:
+            ValueError: it is damaged.
+        """
         try:
-            text = self.summary.read_text()
+            summary = json.loads(self.summary.read_text())
         except FileNotFoundError:
             return None
-        summary = json.loads(text)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self.summary} is damaged: {error}") from error
         if not isinstance(summary, dict):
             raise ValueError(f"{self.summary} is damaged: expected an object")
         return summary
@@ -163,6 +209,29 @@ def find_run(run: str | None, runs: Path) -> RunFolder:
     known = sorted(folder.parent.name for folder in runs.glob("*/run.json") if folder.parent.name != LATEST)
     hint = f"the newest are {', '.join(known[-5:])}" if known else "it holds none"
     raise ValueError(f"no run {run!r} in {runs.resolve()} ({hint}), and no such folder")
+
+
+@contextlib.contextmanager
+def unusable_as_bad_input(folder: Path) -> Iterator[None]:
+    """What the system refuses within, as a ValueError that names the setting: a run's folder cannot be made or used."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"run.dir is {folder.parent}, where no run can be: {_reason(error)}") from error
+
+
+def _reason(error: OSError) -> str:
+    place = f": {error.filename}" if error.filename is not None else ""
+    return f"{error.strerror}{place}"
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is something, be it a link to nothing. Raises OSError when that cannot be found out."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def write_private(path: Path, text: str) -> None:

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from streamrl.run_folder import LATEST
+
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 
@@ -18,13 +20,17 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 class Section(BaseModel):
     """A section of the settings: frozen, unknown keys refused, the text under each field is its help."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 class View(BaseModel):
     """The part of another service's section that this service reads."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="ignore", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 class RunSection(Section):
@@ -32,7 +38,7 @@ class RunSection(Section):
     """Name of the run, in topic names and folders; empty: made from the settings file's name and the time."""
     dir: Path = Path("runs")
     """Folder that holds the runs, each in a folder named by its id."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of data order, sampling and a model made on the spot."""
     attempt: PositiveInt = 1
     """Life of the run, raised by each resume. Set by the command."""
@@ -46,6 +52,8 @@ class RunSection(Section):
     def _legal_topic_part(cls, value: str) -> str:
         if value and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", value):
             raise ValueError("expected letters, digits, '-' and '_' (100 at most): it becomes part of topic names")
+        if value == LATEST:
+            raise ValueError(f"{LATEST!r} is the name of the link to the newest run: choose another")
         return value
 
     @property
@@ -119,9 +127,9 @@ class KafkaSection(Section):
     """Which broker `streamrl run` starts when `bootstrap_servers` is empty. tansu keeps its topics in memory."""
     client: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """librdkafka's own settings, such as "security.protocol" or "sasl.password", passed through."""
-    rollout_partitions: PositiveInt = 4
+    rollout_partitions: Annotated[int, Field(gt=0, le=1024)] = 4
     """Partitions of topic `rollouts`."""
-    replication_factor: PositiveInt = 1
+    replication_factor: Annotated[int, Field(gt=0, le=100)] = 1
     """Copies of each topic in the cluster."""
     retention_hours: PositiveFloat = 24.0
     """How long a topic keeps a record."""
@@ -154,6 +162,8 @@ class SamplingView(View):
     """Generators that `streamrl run` starts."""
     max_tokens: PositiveInt = 256
     """Longest answer, its ending token included. A longer one is cut and counts as truncated."""
+    max_model_len: Annotated[int, Field(ge=0)] = 0
+    """Most tokens of a prompt and its answer together. 0: what the model's config allows."""
     temperature: PositiveFloat = 1.0
     """Of training samples. Evaluation is greedy."""
     top_p: float = 1.0
@@ -176,9 +186,9 @@ class SamplingView(View):
 class FleetView(View):
     """The part of `scheduler` that others read."""
 
-    max_instances: PositiveInt = 64
+    max_instances: Annotated[int, Field(gt=0, le=4096)] = 64
     """Most instances at once: the number of partitions of topic `assignments`."""
-    lease_s: PositiveFloat = 10.0
+    lease_s: Annotated[float, Field(ge=0.5)] = 10.0
     """An instance that gets no answer from the scheduler for this long stops, and its samples go to others."""
 
 

@@ -11,7 +11,7 @@ from streamrl.command.report import write_error
 from streamrl.command.resolve import resolve
 from streamrl.command.settings import Settings
 from streamrl.command.supervisor import service_command
-from streamrl.run_folder import write_private
+from streamrl.run_folder import unusable_as_bad_input, write_private
 
 # What each service must be able to find: nobody calls the trainer or a generator to do the work.
 _MUST_FIND = {
@@ -34,9 +34,10 @@ def serve(arguments: Namespace) -> int:
     if service == "generator" and arguments.instance is None:
         raise ValueError("give this generator a name of its own in the run: --instance generator-0")
     folder = settings.run.folder / "services"
-    folder.mkdir(parents=True, exist_ok=True)
     settings_file = folder / f"{instance}.settings.json"
-    write_private(settings_file, settings.model_dump_json(indent=2))
+    with unusable_as_bad_input(settings.run.folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_private(settings_file, settings.model_dump_json(indent=2))
     write_error(f"{instance} of run {settings.run.id}: settings in {settings_file}")
     command = service_command(service, instance, settings_file)
     os.execv(command[0], command)

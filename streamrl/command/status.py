@@ -112,7 +112,11 @@ def _show(folder: RunFolder, record: RunRecord, observation: Observation, num_ge
         console.print(f"error: {record.error['message']}", markup=False)
     summary = folder.read_summary()
     if summary is not None:
-        show_summary(summary)
+        try:
+            # How a run ended is for its record to say: whoever wrote the summary may have ended before.
+            show_summary({**summary, "status": record.state})
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{folder.summary} is damaged: {type(error).__name__}: {error}") from error
     write_error(f"logs are in {folder.logs}")
 
 

@@ -102,3 +102,30 @@ def test_free_ports_are_chosen_for_those_who_must_be_found(config: Path) -> None
     ]
     assert "0" not in ports and len(set(ports)) == 3 and ports[2] == "4321"
     assert settings.rpc.generator_address == "127.0.0.1:0"
+
+
+def test_a_table_given_whole_replaces_the_earlier_one(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config.write_text("[reward.functions]\ngraded = 0.5\n'my:f' = 0.5\n[trainer]\nnum_iterations = 3\n")
+    assert resolve(config, ["reward.functions={ 'my:f' = 1.0 }"]).reward.functions == {"my:f": 1.0}
+    assert resolve(config, ["reward.functions.graded=0.25"]).reward.functions == {"graded": 0.25, "my:f": 0.5}
+    assert resolve(config, ["reward.functions={ a = 1.0 }", "reward.functions.b=2"]).reward.functions == {
+        "a": 1,
+        "b": 2,
+    }
+    monkeypatch.setenv("STREAMRL_REWARD__FUNCTIONS__GRADED", "2.0")
+    assert resolve(config, []).reward.functions == {"graded": 2.0, "my:f": 0.5}
+    monkeypatch.delenv("STREAMRL_REWARD__FUNCTIONS__GRADED")
+    monkeypatch.setenv("STREAMRL_REWARD__FUNCTIONS", "{ graded = 3.0 }")
+    assert resolve(config, []).reward.functions == {"graded": 3.0}
+
+
+def test_sections_merge_key_by_key_even_when_given_whole(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STREAMRL_TRAINER", "{ learning_rate = 2e-5 }")
+    settings = resolve(config, ["kafka.client.'sasl.password'=secret"])
+    assert (settings.trainer.num_iterations, settings.trainer.learning_rate) == (3, 2e-5)
+    assert settings.kafka.client == {"security.protocol": "SSL", "sasl.password": "secret"}
+
+
+def test_a_run_cannot_take_the_name_of_the_link_to_the_newest(config: Path) -> None:
+    with pytest.raises(ValueError, match="'latest' is the name of the link"):
+        resolve(config, ["run.id=latest"])

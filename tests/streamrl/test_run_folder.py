@@ -75,3 +75,63 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     folder.record.write_text("{")
     with pytest.raises(ValueError, match=r"run\.json is damaged"):
         folder.read_record()
+
+
+@pytest.mark.parametrize("content", ["{", '{"run_id": "a"}', '{"run_id": "\\ud800', "[]"])
+def test_damage_is_told_in_one_line_that_names_the_file(tmp_path: Path, content: str) -> None:
+    folder = _create(tmp_path, "a")
+    folder.record.write_text(content)
+    with pytest.raises(ValueError, match=r"^\S+run\.json is damaged: .+$") as caught:
+        folder.read_record()
+    assert "\n" not in str(caught.value)
+    folder.summary.write_bytes(content.encode() if content != '{"run_id": "a"}' else b"\xff")
+    with pytest.raises(ValueError, match=r"^\S+summary\.json is damaged: .+$"):
+        folder.read_summary()
+
+
+def test_a_time_that_is_none_is_damage(tmp_path: Path) -> None:
+    folder = _create(tmp_path, "a")
+    folder.record.write_text(folder.record.read_text().replace("2026-11-29T12:00:00+00:00", "noon"))
+    with pytest.raises(ValueError, match=r"run\.json is damaged: started_at"):
+        folder.read_record()
+
+
+def _places_that_are_none(tmp_path: Path) -> list[Path]:
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to("nowhere")
+    return [
+        tmp_path / "file",
+        tmp_path / "file" / "deeper",
+        tmp_path / "dangling",
+        Path("/proc/x"),
+        tmp_path / ("x" * 300),
+    ]
+
+
+def test_a_place_where_no_run_can_be_is_refused_by_name(tmp_path: Path) -> None:
+    for place in _places_that_are_none(tmp_path):
+        folder = RunFolder(place / "a")
+        for attempt in (folder.check_usable, lambda folder=folder: folder.create(_record("a"), "{}")):
+            with pytest.raises(ValueError, match=f"^run.dir is {place}, where no run can be: .+$"):
+                attempt()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
+def test_a_place_that_is_not_writable_is_refused_by_name(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(ValueError, match=r"^run\.dir is .*Permission denied"):
+        RunFolder(tmp_path / "runs" / "a").check_usable()
+
+
+def test_looking_whether_a_folder_is_usable_leaves_nothing(tmp_path: Path) -> None:
+    RunFolder(tmp_path / "runs" / "a").check_usable()
+    assert list(tmp_path.iterdir()) == []
+    _create(tmp_path, "a")
+    with pytest.raises(ValueError, match="run a exists already"):
+        RunFolder(tmp_path / "a").check_usable()
+
+
+def test_something_else_in_the_place_of_the_newest_is_told_before(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()
+    with pytest.raises(ValueError, match="in the place of the link to the newest run"):
+        RunFolder(tmp_path / "a").check_usable()
