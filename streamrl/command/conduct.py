@@ -14,19 +14,23 @@ from streamrl.command.display import Display
 from streamrl.command.observer import Observation, Observer
 from streamrl.command.report import error_report, now_text
 from streamrl.command.settings import Settings
-from streamrl.command.stop_signals import StopSignals
+from streamrl.command.stop_signals import StopSignals, ignore_stop_signals
 from streamrl.command.supervisor import Supervisor, service_launches
 from streamrl.errors import StreamRLError
 from streamrl.run_folder import RunFolder, RunRecord, RunStatus, ServiceRecord
+from streamrl.v1.trainer_pb2 import TrainerServiceGetStatusResponse
 
 logger = logging.getLogger(__name__)
 
 _OBSERVE_EVERY_S = 1.0
+_BEFORE_ITERATIONS = ("starting", "evaluating")
+"""States of a trainer that stand before its first iteration, too."""
 _GRACE_S = 10.0
 """For generators, when the run is over: nothing of theirs is needed any more."""
 _FAILED_START_GRACE_S = 3.0
-_FAILED_GRACE_S = 30.0
-"""For the trainer to write a checkpoint when another service has failed."""
+_FAILED_GRACE_S = 8.0
+"""For the trainer, when another service has failed, to end what it can end alone, such as the writing of a checkpoint.
+Rollouts that it waits for do not come any more."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ class Outcome:
     status: RunStatus
     summary: dict[str, Any] | None
     """What the trainer wrote; None when it did not get to it."""
+    iterations: int = 0
+    """How many it was seen to have ended."""
     error: BaseException | None = None
 
 
@@ -100,7 +106,7 @@ class _Conductor:
                 # Everything is ended now anyway, within seconds: a signal makes it at once.
                 self._signals.hand_to(self._abort_asked.set)
                 await self._end(supervisor, broker, failed=error is not None)
-        self._signals.ignore()
+                ignore_stop_signals()
         return self._outcome(error)
 
     async def _until_over(self, supervisor: Supervisor, observer: Observer, broker: ChildProcess | None) -> None:
@@ -134,8 +140,10 @@ class _Conductor:
 
     async def _stop_when_asked(self, supervisor: Supervisor, observer: Observer) -> None:
         await self._stop_asked.wait()
+        # Asked first: what the last look says may be a second old.
+        status = (await observer.observe()).trainer
         if await observer.ask_to_stop():
-            self._display.step("stopping: the trainer ends at the end of its iteration, with a checkpoint")
+            self._display.step(f"stopping: the trainer {how_it_stops(status)}")
         else:
             self._display.step("stopping: the trainer has not begun")
             supervisor.terminate("trainer")
@@ -150,8 +158,8 @@ class _Conductor:
             self._stop_asked.set()
 
     async def _end(self, supervisor: Supervisor, broker: ChildProcess | None, *, failed: bool) -> None:
-        begun = self._observation.trainer is not None and self._observation.trainer.iteration > 0
-        grace_s = _GRACE_S if not failed else _FAILED_GRACE_S if begun else _FAILED_START_GRACE_S
+        begun_grace_s = _FAILED_GRACE_S if self._iterations > 0 else _FAILED_START_GRACE_S
+        grace_s = begun_grace_s if failed else _GRACE_S
         ending = asyncio.create_task(supervisor.end(grace_s))
         abort = asyncio.create_task(self._abort_asked.wait())
         await asyncio.wait([ending, abort], return_when=asyncio.FIRST_COMPLETED)
@@ -163,7 +171,11 @@ class _Conductor:
             await broker.end(_FAILED_START_GRACE_S)
 
     def _outcome(self, error: BaseException | None) -> Outcome:
-        summary = self._folder.read_summary() if error is None else None
+        summary: dict[str, Any] | None = None
+        try:
+            summary = self._folder.read_summary()
+        except ValueError as damaged:
+            error = error or StreamRLError(str(damaged))
         status: RunStatus
         if error is not None:
             status = "failed"
@@ -178,9 +190,17 @@ class _Conductor:
                 if summary is None
                 else f"the trainer says that the run {summary.get('status')}: see {self._folder.log('trainer')}"
             )
+        if summary is not None and status == "failed" != summary.get("status"):
+            # A trainer that was ended because another service had died says "stopped": it cannot know why.
+            summary = {**summary, "status": status}
+            self._folder.write_summary(summary)
         report = None if error is None else error_report(error)
         self._folder.write_record(self._record.ended(status, now_text(), report))
-        return Outcome(status, summary, error)
+        return Outcome(status, summary, self._iterations, error)
+
+    @property
+    def _iterations(self) -> int:
+        return self._observation.trainer.iteration if self._observation.trainer is not None else 0
 
     def _note(self, supervisor: Supervisor, sentence: str) -> None:
         """Says that a process started or ended, and writes down which run."""
@@ -202,3 +222,10 @@ class _Conductor:
 
     def _broker_record(self) -> list[ServiceRecord]:
         return [record for record in self._record.services if record.service == "broker"]
+
+
+def how_it_stops(status: TrainerServiceGetStatusResponse | None) -> str:
+    """What a trainer does that was asked to stop."""
+    if status is None or (status.iteration == 0 and status.state in _BEFORE_ITERATIONS):
+        return "ends as soon as it can: its first iteration has not begun"
+    return "ends at the end of its iteration, with a checkpoint"

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from streamrl import __version__
 from streamrl.command.report import EXIT_FAILED, EXIT_INTERRUPTED, tell_failure, write_error, write_json
+from streamrl.command.stop_signals import ignore_stop_signals
 from streamrl.errors import StreamRLError
 
 _EPILOG = """\
@@ -28,13 +29,20 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(f"{message} (see {self.prog} --help)")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> int:
+    """Runs the command as this process: once its outcome is known, no signal changes the exit code."""
+    return run_command(sys.argv[1:], on_outcome=ignore_stop_signals)
+
+
+def run_command(arguments_given: Sequence[str], *, on_outcome: Callable[[], None] = lambda: None) -> int:
     """Runs the command.
+
+    Args:
+        on_outcome: called as soon as it is known how the command ended, before that is told.
 
     Returns:
         The exit code: 0 completed, 1 failed, 2 bad input, 130 interrupted.
     """
-    arguments_given = sys.argv[1:] if argv is None else list(argv)
     as_json = "--json" in arguments_given
     # Nothing is logged unless a subcommand says where to: standard error belongs to progress.
     logging.basicConfig(handlers=[logging.NullHandler()])
@@ -42,15 +50,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parser().parse_args(arguments_given)
         module, function = arguments.runs.split(":")
         handler: Callable[[argparse.Namespace], int] = getattr(import_module(module), function)
-        return handler(arguments)
+        exit_code = handler(arguments)
+        on_outcome()
+        return exit_code
     except (ValueError, StreamRLError) as error:
+        on_outcome()
         return tell_failure(error, as_json=as_json)
     except KeyboardInterrupt:
+        on_outcome()
         write_error("interrupted")
         if as_json:
             write_json({"status": "stopped", "error": {"kind": "interrupted", "message": "interrupted"}})
         return EXIT_INTERRUPTED
     except Exception as error:  # the outermost edge: with --json, even a fault of ours ends in one line
+        on_outcome()
         if as_json:
             tell_failure(error, as_json=True)
         sys.excepthook(type(error), error, error.__traceback__)

@@ -42,11 +42,10 @@ def run(arguments: Namespace) -> int:
         StreamRLError: the broker does not answer.
     """
     settings = resolve(arguments.config, arguments.set)
+    folder = RunFolder(settings.run.folder)
+    folder.check_usable()
     if arguments.dry_run:
         return _dry_run(settings, as_json=arguments.json)
-    folder = RunFolder(settings.run.folder)
-    if folder.record.exists():
-        raise ValueError(f"run {settings.run.id} exists already in {folder.path}: choose another run.id")
     signals = StopSignals()
     display = open_display(settings.generator.num_instances)
     with contextlib.closing(display):
@@ -108,6 +107,9 @@ def _tell(outcome: Outcome, settings: Settings, folder: RunFolder, *, as_json: b
         write_error(f"everything of this run is in {folder.path}")
     else:
         message = "stopped before the trainer had begun"
+        if outcome.iterations > 0:
+            plural = "" if outcome.iterations == 1 else "s"
+            message = f"ended at once, without a checkpoint, after {outcome.iterations} iteration{plural}"
         write_error(message)
         if as_json:
             error = {"kind": "interrupted", "message": message}

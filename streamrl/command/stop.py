@@ -50,7 +50,8 @@ def _end(folder: RunFolder, record: RunRecord, *, now: bool) -> str:
                 record.process.send(signal.SIGTERM)
             else:
                 write_error(
-                    f"run {record.run_id} ends at the end of its iteration; `streamrl stop --now` ends it at once"
+                    f"run {record.run_id} ends at the end of its iteration, or as soon as it can while it starts; "
+                    "`streamrl stop --now` ends it at once"
                 )
             started_s = time.monotonic()
             while not lifetime.wait_ended(pidfd, timeout_s=_TELL_EVERY_S):

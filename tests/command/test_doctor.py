@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from streamrl.command.doctor import examine
-from streamrl.command.main import main
+from streamrl.command.main import run_command
 
 
 def test_everything_that_is_missing_comes_with_a_remedy() -> None:
@@ -18,9 +18,9 @@ def test_everything_that_is_missing_comes_with_a_remedy() -> None:
 def test_a_missing_requirement_makes_it_fail(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["doctor", "--json"]) == (0 if shutil.which("g++") or shutil.which("c++") else 1)
+    assert run_command(["doctor", "--json"]) == (0 if shutil.which("g++") or shutil.which("c++") else 1)
     capsys.readouterr()
     monkeypatch.setenv("PATH", "")
-    assert main(["doctor", "--json"]) == 1
+    assert run_command(["doctor", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["missing"] == ["compiler"]

@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from streamrl.command.main import main
+from streamrl.command.main import run_command
 
 
 def test_help_imports_nothing_heavy() -> None:
     program = (
-        "import sys; from streamrl.command.main import main\n"
-        "try: main(['run', '--help'])\n"
+        "import sys; from streamrl.command.main import run_command\n"
+        "try: run_command(['run', '--help'])\n"
         "except SystemExit: pass\n"
         "print(sorted(set(sys.modules) & {'pydantic', 'grpc', 'torch', 'vllm', 'rich', 'confluent_kafka'}))"
     )
@@ -23,7 +23,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 @pytest.mark.parametrize("arguments", [["run"], ["walk"], [], ["serve", "cook", "x.toml"], ["run", "x.toml", "--what"]])
 def test_bad_arguments_are_bad_input(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*arguments, "--json"]) == 2
+    assert run_command([*arguments, "--json"]) == 2
     written = capsys.readouterr()
     (line,) = written.out.splitlines()
     assert json.loads(line)["error"]["kind"] == "bad_input"
@@ -31,7 +31,7 @@ def test_bad_arguments_are_bad_input(arguments: list[str], capsys: pytest.Captur
 
 
 def test_without_json_standard_output_stays_empty_on_failure(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "/nowhere.toml"]) == 2
+    assert run_command(["run", "/nowhere.toml"]) == 2
     written = capsys.readouterr()
     assert written.out == ""
     assert "settings file /nowhere.toml is missing" in written.err
@@ -39,6 +39,6 @@ def test_without_json_standard_output_stays_empty_on_failure(capsys: pytest.Capt
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["--version"])
+        run_command(["--version"])
     assert caught.value.code == 0
     assert capsys.readouterr().out.startswith("streamrl 0.")
