@@ -4,10 +4,13 @@ A source gives records, each checked for its form; what becomes of them (templat
 `check_source` looks at a source without reading it all and without importing a large library.
 """
 
+import bisect
 import dataclasses
 import difflib
 import importlib.util
+import itertools
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +18,11 @@ from typing import Any, Protocol
 
 from streamrl.digest import bytes_digest
 from trainer_svc.counting_task import CountingPrompt, held_out_prompts, train_prompts
+from trainer_svc.json_lines import JsonLines, parse_row
 
 COUNTING = "counting"
 REASONING_GYM = "reasoning_gym:"
-_LOADERS = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
+_FILE_KINDS = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
 _DEFAULT_TASK_SIZE = 10_000
 # Seeds a task's held-out questions: the same in every run. Question i of seed s is question 0 of seed s + i, hence the
 # large step between the seeds of training.
@@ -94,7 +98,10 @@ def open_source(
         return _CountingSource(prompts)
     if name.startswith(REASONING_GYM):
         return _TaskSource(name.removeprefix(REASONING_GYM), task_options, seed=seed, held_out=held_out)
-    return _FileSource(_files(name), fields, held_out)
+    files = _files(name)
+    _check_first_rows(files, fields)
+    kind = _ParquetSource if files[0].suffix == ".parquet" else _JsonLinesSource
+    return kind(files, fields, held_out)
 
 
 def check_source(name: str, *, fields: Fields, task_options: Mapping[str, Any]) -> None:
@@ -170,22 +177,49 @@ class _TaskSource:
         return Record(question, str(entry["answer"]), _id_of(question), metadata)
 
 
-class _FileSource:
-    """Rows of files, mapped into memory by `datasets` and not held there."""
+class _JsonLinesSource:
+    """Rows of JSON Lines files, parsed when they are read.
+
+    The JSON loader of `datasets` is not used: it turns texts that look like dates into timestamps.
+    """
+
+    def __init__(self, files: Sequence[Path], fields: Fields, held_out: int | None) -> None:
+        self._fields = fields
+        try:
+            self._files = [JsonLines(file, held_out) for file in files]
+        except OSError as error:
+            raise ValueError(f"data: {error.filename or files[0].parent} cannot be read: {error}") from error
+        self._ends = list(itertools.accumulate(len(file) for file in self._files))
+        self._num_rows = self._ends[-1] if held_out is None else min(held_out, self._ends[-1])
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def read(self, start: int, stop: int) -> list[Record]:
+        return [self._read_one(row) for row in range(start, min(stop, self._num_rows))]
+
+    def _read_one(self, row: int) -> Record:
+        file, index = _file_and_row(self._ends, row)
+        lines = self._files[file]
+        return _record(lines.place(index), lines.row(index), self._fields)
+
+
+class _ParquetSource:
+    """Rows of Parquet files, mapped into memory by `datasets` and not held there."""
 
     def __init__(self, files: Sequence[Path], fields: Fields, held_out: int | None) -> None:
         import datasets
+        import pyarrow.parquet
 
         datasets.disable_progress_bars()
-        _check_first_rows(files, fields)
-        self._name = str(files[0]) if len(files) == 1 else f"{files[0].parent} ({len(files)} files)"
+        self._files = files
         self._fields = fields
+        self._ends = list(itertools.accumulate(pyarrow.parquet.read_metadata(file).num_rows for file in files))
         try:
-            self._rows = datasets.load_dataset(
-                _LOADERS[files[0].suffix], data_files=[str(file) for file in files], split="train"
-            )
+            self._rows = datasets.load_dataset("parquet", data_files=[str(file) for file in files], split="train")
         except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
-            raise ValueError(f"data: {self._name} cannot be read: {error.__cause__ or error}") from error
+            name = str(files[0]) if len(files) == 1 else f"{files[0].parent} ({len(files)} files)"
+            raise ValueError(f"data: {name} cannot be read: {error.__cause__ or error}") from error
         if held_out is not None:
             self._rows = self._rows.select(range(min(held_out, len(self._rows))))
 
@@ -195,16 +229,30 @@ class _FileSource:
     def read(self, start: int, stop: int) -> list[Record]:
         columns: dict[str, list[Any]] = self._rows[start:stop]
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        return [_record(f"{self._name}, row {start + i + 1}", row, self._fields) for i, row in enumerate(rows)]
+        return [_record(self._place(start + i), row, self._fields) for i, row in enumerate(rows)]
+
+    def _place(self, row: int) -> str:
+        file, index = _file_and_row(self._ends, row)
+        return f"{self._files[file]}, row {index + 1}"
+
+
+def _file_and_row(ends: Sequence[int], row: int) -> tuple[int, int]:
+    """Which file a row of several files is in, and which row of that file it is.
+
+    Args:
+        ends: for each file the number of rows in it and all before it.
+    """
+    file = bisect.bisect_right(ends, row)
+    return file, row - (ends[file - 1] if file else 0)
 
 
 def _files(name: str) -> list[Path]:
     """The files that a path in the settings stands for."""
-    kinds = ", ".join(_LOADERS)
+    kinds = ", ".join(_FILE_KINDS)
     path = Path(name).expanduser()
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in _LOADERS)
-        if len({_LOADERS[file.suffix] for file in files}) != 1:
+        files = sorted(file for file in path.iterdir() if file.suffix in _FILE_KINDS)
+        if len({_FILE_KINDS[file.suffix] for file in files}) != 1:
             raise ValueError(f"data: expected files of one kind ({kinds}) in folder {path}, found {len(files)}")
         return files
     if not path.exists():
@@ -213,33 +261,28 @@ def _files(name: str) -> list[Path]:
             f"data: there is no file {path}{built_in} (looked in {Path.cwd()}); expected a {kinds} file, a folder of "
             f"them, {REASONING_GYM}TASK, or {COUNTING}"
         )
-    if path.suffix not in _LOADERS:
+    if path.suffix not in _FILE_KINDS:
         raise ValueError(f"data: {path} is not a {kinds} file: convert it, one JSON object a line is enough")
     return [path]
 
 
 def _check_first_rows(files: Sequence[Path], fields: Fields) -> None:
     for file in files:
-        row = _first_parquet_row(file) if file.suffix == ".parquet" else _first_json_row(file)
+        place, row = _first_parquet_row(file) if file.suffix == ".parquet" else _first_json_row(file)
         _check_fields(str(file), row, fields)
-        _record(f"{file}, row 1", row, fields)
+        _record(place, row, fields)
 
 
-def _first_json_row(file: Path) -> dict[str, Any]:
+def _first_json_row(file: Path) -> tuple[str, dict[str, Any]]:
     with file.open("rb") as lines:
-        first = next((line for line in lines if line.strip()), None)
-    if first is None:
-        raise ValueError(f"data: {file} holds no rows")
-    try:
-        row = json.loads(first)
-    except ValueError as error:
-        raise ValueError(f"data: the first line of {file} is not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"data: expected a JSON object in every line of {file}, got {type(row).__name__} in the first")
-    return row
+        for number, line in enumerate(lines, 1):
+            if not line.isspace():
+                place = f"{file}, line {number}"
+                return place, parse_row(line, place)
+    raise ValueError(f"data: {file} holds no rows")
 
 
-def _first_parquet_row(file: Path) -> dict[str, Any]:
+def _first_parquet_row(file: Path) -> tuple[str, dict[str, Any]]:
     import pyarrow.parquet
     from pyarrow import ArrowException
 
@@ -250,7 +293,7 @@ def _first_parquet_row(file: Path) -> dict[str, Any]:
         first: dict[str, Any] = next(parquet.iter_batches(batch_size=1)).to_pylist()[0]
     except (ArrowException, OSError) as error:
         raise ValueError(f"data: {file} is not a Parquet file, or is damaged: {error}") from error
-    return first
+    return f"{file}, row 1", first
 
 
 def _check_fields(name: str, row: Mapping[str, Any], fields: Fields) -> None:
@@ -300,6 +343,8 @@ def _answer_of(place: str, value: Any, fields: Fields) -> str:
     """The key as text. Files may hold whole numbers as floats beside others that are none: 42.0 is 42."""
     if isinstance(value, str):
         return value
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"data: {place}: expected text or a finite number in field {fields.answer!r}, got {value}")
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     if isinstance(value, int | float) and not isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Tests of trainer_svc.data and trainer_svc.data_sources."""
+"""Tests of trainer_svc.data, trainer_svc.data_sources and trainer_svc.json_lines."""
 
 import json
 import subprocess
@@ -266,16 +266,16 @@ def test_a_wrong_task_or_option_is_refused(data: dict[str, Any], message: str) -
         (None, "there is no file"),
         ("", "holds no rows"),
         ("\n\n", "holds no rows"),
-        ("not json", "the first line of .* is not JSON"),
-        ("[1]", "expected a JSON object in every line"),
+        ("not json", "line 1: not JSON"),
+        ("[1]", "line 1: expected a JSON object in every line"),
         ('{"prompts": "a", "answer": "b"}', r"no such field \(did you mean prompts\?\); it has answer, prompts"),
         ('{"prompt": "a"}', r"data\.answer_field is 'answer'.*it has prompt"),
-        ('{"prompt": 3, "answer": "b"}', "row 1: expected text, or a list of messages.*got int 3"),
-        ('{"prompt": " ", "answer": "b"}', "row 1: expected text"),
-        ('{"prompt": [], "answer": "b"}', "row 1: expected text"),
-        ('{"prompt": [{"role": "user"}], "answer": "b"}', "row 1: expected text, or a list of messages"),
-        ('{"prompt": "a", "answer": ["b"]}', "row 1: expected text or a number in field 'answer'"),
-        ('{"prompt": "a", "answer": null}', "row 1: expected text or a number"),
+        ('{"prompt": 3, "answer": "b"}', "line 1: expected text, or a list of messages.*got int 3"),
+        ('{"prompt": " ", "answer": "b"}', "line 1: expected text"),
+        ('{"prompt": [], "answer": "b"}', "line 1: expected text"),
+        ('{"prompt": [{"role": "user"}], "answer": "b"}', "line 1: expected text, or a list of messages"),
+        ('{"prompt": "a", "answer": ["b"]}', "line 1: expected text or a number in field 'answer'"),
+        ('{"prompt": "a", "answer": null}', "line 1: expected text or a number"),
     ],
 )
 def test_a_wrong_file_is_refused_at_a_glance_and_when_loaded(
@@ -307,12 +307,67 @@ def test_a_wrong_row_further_down_is_named_when_loaded(tmp_path: Path, tokenizer
     train = write_jsonl(tmp_path / "train.jsonl", *rows(0, 4), {"prompt": "", "answer": "5"}, *rows(6, 9))
     held_out = write_jsonl(tmp_path / "eval.jsonl", *rows(9, 9))
     check_data(DataSection(train=str(train), eval=str(held_out)))
-    with pytest.raises(ValueError, match=r"train\.jsonl, row 6: expected text"):
+    with pytest.raises(ValueError, match=r"train\.jsonl, line 6: expected text"):
         load(tokenizer, train=train, eval=held_out)
-    with train.open("a") as lines:
-        lines.write("{half a row\n")
-    with pytest.raises(ValueError, match=r"train\.jsonl cannot be read"):
-        load(tokenizer, train=train, eval=held_out)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{half a row", "not JSON"),
+        ('{"prompt": "caf\u00e9", "answer": "b"}'.encode("latin-1"), "not UTF-8 .*: convert the file to UTF-8"),
+        (rb'{"prompt": "a", "answer": "\ud83d"}', "half of a surrogate pair"),
+        (b'{"prompt": "a", "answer": NaN}', "expected text or a finite number in field 'answer', got nan"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, tokenizer: Any, line: bytes, message: str) -> None:
+    folder = tmp_path / "train"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", *rows(0, 1))
+    train = write_jsonl(folder / "b.jsonl", *rows(2, 3))
+    held_out = write_jsonl(tmp_path / "eval.jsonl", *rows(9, 9))
+    train.write_bytes(train.read_bytes() + b"\n" + line + b"\n")
+    with pytest.raises(ValueError, match=rf"^data: .*b\.jsonl, line 4: .*{message}"):
+        load(tokenizer, train=folder, eval=held_out)
+    train.write_bytes(line)
+    with pytest.raises(ValueError, match=rf"^data: .*b\.jsonl, line 1: .*{message}"):
+        check_data(DataSection(train=str(train), eval=str(held_out)))
+
+
+def test_text_arrives_as_it_is_written(tmp_path: Path, tokenizer: Any) -> None:
+    written: list[dict[str, Any]] = [
+        {"prompt": "2024-01-01", "answer": "2024-01-01", "when": "2024-01-01T00:00:00Z", "n": 12345678901234567890},
+        {"prompt": "a \u2028 b \U0001f600", "answer": "1e3", "when": None, "extra": {"any": [1, "x"]}},
+        {"prompt": "c", "answer": "007", "when": 3},
+    ]
+    train = write_jsonl(tmp_path / "train.jsonl", *written)
+    train.write_bytes(b"\xef\xbb\xbf" + train.read_bytes())
+    held_out = write_jsonl(tmp_path / "eval.jsonl", {"prompt": "x", "answer": "1999-12-31"})
+    check_data(DataSection(train=str(train), eval=str(held_out)))
+    sets = load(tokenizer, train=train, eval=held_out)
+    read = [{"prompt": one.record.text, "answer": one.record.answer, **one.record.metadata} for one in sets.train]
+    assert read == written
+    assert sets.evaluation[0].record.answer == "1999-12-31"
+
+
+def test_lines_that_change_while_in_use_are_refused(tmp_path: Path, tokenizer: Any) -> None:
+    train = write_jsonl(tmp_path / "train.jsonl", *rows(0, 3))
+    sets = load(tokenizer, train=train, eval=write_jsonl(tmp_path / "eval.jsonl", *rows(9, 9)))
+    write_jsonl(train, *rows(0, 2), *rows(4, 4))
+    assert sets.train[2].record.answer == "2"
+    with pytest.raises(ValueError, match=r"train\.jsonl, line 4 was changed while in use"):
+        sets.train[3]
+
+
+def test_parquet_answers_that_are_no_numbers_are_refused(tmp_path: Path, tokenizer: Any) -> None:
+    folder = tmp_path / "train"
+    folder.mkdir()
+    write_parquet(folder / "a.parquet", {"prompt": "a", "answer": 1.0}, {"prompt": "b", "answer": 2.5})
+    held_out = write_jsonl(tmp_path / "eval.jsonl", *rows(9, 9))
+    for value in (float("nan"), float("inf")):
+        write_parquet(folder / "b.parquet", {"prompt": "c", "answer": 3.0}, {"prompt": "d", "answer": value})
+        with pytest.raises(ValueError, match=rf"b\.parquet, row 2: .* in field 'answer', got {value}"):
+            load(tokenizer, train=folder, eval=held_out)
 
 
 @pytest.mark.parametrize(
@@ -347,11 +402,11 @@ def test_a_glance_imports_no_large_library(tmp_path: Path) -> None:
         "import sys\n"
         "from trainer_svc.data import check_data\n"
         "from trainer_svc.models import check_model\n"
-        "from trainer_svc.rewards import check_reward_names\n"
+        "from trainer_svc.rewards import check_rewards\n"
         "from trainer_svc.settings import DataSection\n"
         f"check_data(DataSection(train={str(train)!r}, eval={str(held_out)!r}))\n"
         "check_model('tiny')\n"
-        "check_reward_names(['math_verify'])\n"
+        "check_rewards(['math_verify'])\n"
         "assert not {'torch', 'transformers', 'datasets', 'math_verify'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
