@@ -21,8 +21,6 @@ class GeneratorSection(SamplingView):
     """vllm: real inference. fake: made-up answers after made-up times, for tests of everything around the engine."""
     max_running: PositiveInt = 64
     """Most sequences that an instance's engine runs at once."""
-    max_model_len: Annotated[int, Field(ge=0)] = 0
-    """Most tokens of a prompt and its answer together. 0: what the model's config allows."""
     kv_cache_gib: Annotated[float, Field(ge=0)] = 0.0
     """Memory of an instance's KV cache. 0: on GPUs what `gpu_memory_utilization` leaves, on CPUs 1 GiB."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9

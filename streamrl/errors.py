@@ -12,6 +12,7 @@ StreamRLError                 what the system met: exit code 1
 ├── CheckpointError           a checkpoint is damaged, or was written by other ranks than read it
 ├── RecordError               a Kafka record cannot be handled: it goes to dead-letters
 ├── NoProgressError           nothing moved for longer than allowed
+├── UnusableBatchError        not one sample of a batch could be generated or scored
 └── ServiceDiedError          a service ended and is not coming back
 """
 
@@ -58,6 +59,10 @@ class RecordError(StreamRLError):
 
 class NoProgressError(StreamRLError):
     """Nothing moved for longer than allowed."""
+
+
+class UnusableBatchError(StreamRLError):
+    """Not one sample of a batch could be generated or scored."""
 
 
 class ServiceDiedError(StreamRLError):

@@ -193,7 +193,6 @@ class Collector:
             if outcome is not None:
                 self._progressed()
         if reason:
-            logger.warning("%s goes to dead-letters: %s", record, reason)
             self._dead_letter(record, reason)
         if outcome is not None:
             logger.debug("%s: sample %s %s", record, SampleKey.from_proto(outcome.id), outcome.outcome)

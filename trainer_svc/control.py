@@ -9,6 +9,10 @@ from typing import Literal
 State = Literal["starting", "evaluating", "waiting", "training", "publishing", "paused", "stopping", "done"]
 
 
+class StopAskedError(Exception):
+    """The run shall stop, and what is under way will not be over soon enough."""
+
+
 @dataclass(frozen=True)
 class TrainerStatus:
     """What the loop does now, and its latest figures."""

@@ -1,8 +1,10 @@
 """A run in MLflow. Imported only in the run log's thread: MLflow takes seconds to load."""
 
+import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from mlflow import MlflowClient  # noqa: E402
 from mlflow.entities import Metric, Param  # noqa: E402
 from mlflow.exceptions import MlflowException  # noqa: E402
 from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH  # noqa: E402
+from sqlalchemy import make_url  # noqa: E402
 
 from trainer_svc.run_log import TrackedStatus  # noqa: E402
 
@@ -46,7 +49,9 @@ class MlflowTracker:
             settings: resolved, of all services.
             artifacts: where artifacts go when the tracker is a local file; a server has its own place.
         """
-        self._client = MlflowClient(tracking_uri)
+        self._tracking_uri = tracking_uri
+        with _alone_at(tracking_uri):
+            self._client = MlflowClient(tracking_uri)
         self._experiment = experiment
         self._run_name = run_name
         self._run_id = run_id
@@ -56,6 +61,10 @@ class MlflowTracker:
 
     def start(self) -> str:
         """Begins the run, or continues the given one."""
+        with _alone_at(self._tracking_uri):
+            return self._start()
+
+    def _start(self) -> str:
         if self._continues:
             self._client.update_run(self._run_id, status="RUNNING")
             return self._run_id
@@ -124,6 +133,21 @@ def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
         else value
         for name, value in settings.items()
     }
+
+
+@contextmanager
+def _alone_at(tracking_uri: str) -> Iterator[None]:
+    """Keeps other runs from an SQLite file meanwhile: MLflow makes its tables at first use, and two cannot at once.
+
+    A lock beside the file; a server has its own order.
+    """
+    path = (make_url(tracking_uri).database or "") if tracking_uri.startswith("sqlite:") else ""
+    if path in ("", ":memory:"):
+        yield
+        return
+    with Path(f"{path}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _is_local(tracking_uri: str) -> bool:

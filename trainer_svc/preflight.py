@@ -1,17 +1,19 @@
 """What can be checked of the settings before anything starts, in a moment: no large library, no network, no broker."""
 
+from streamrl.kafka.connection import check_client
 from trainer_svc.data import check_data
 from trainer_svc.models import check_model
-from trainer_svc.rewards import check_reward_names
+from trainer_svc.rewards import check_rewards
 from trainer_svc.settings import TrainerSettings
 
 
 def check(settings: TrainerSettings) -> None:
-    """Looks at the model's folder, data files and their fields, and reward functions.
+    """Looks at the model's folder, data files and their fields, reward functions, and what librdkafka is told.
 
     Raises:
         ValueError: something is not there or has another form; says what to do.
     """
     check_model(settings.model.path)
     check_data(settings.data)
-    check_reward_names(settings.reward.functions)
+    check_rewards(settings.reward.functions)
+    check_client(settings.kafka)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from streamrl.v1.weights_pb2 import ModelFile
-from trainer_svc.control import TrainerControl
+from trainer_svc.control import StopAskedError, TrainerControl
 from trainer_svc.leader import lead
 from trainer_svc.learner import Learner
 from trainer_svc.losses import AGGREGATIONS
@@ -44,8 +44,11 @@ def run_rank(
     if settings.trainer.deterministic:
         # Some operations have no such form on some devices: they warn.
         torch.use_deterministic_algorithms(True, warn_only=True)
-    with join_ranks(settings.trainer.num_ranks, command, environment) as ranks:
-        train(settings, control, instance, ranks)
+    try:
+        with join_ranks(settings.trainer.num_ranks, command, environment) as ranks:
+            train(settings, control, instance, ranks)
+    except StopAskedError:
+        logger.info("stopped before the first iteration")
 
 
 def train(settings: TrainerSettings, control: TrainerControl, instance: str, ranks: Ranks) -> None:
@@ -54,6 +57,8 @@ def train(settings: TrainerSettings, control: TrainerControl, instance: str, ran
     def starting(what: str) -> None:
         logger.info("%s", what)
         control.show("starting", what)
+        if control.stop_asked():
+            raise StopAskedError
 
     model = resolve_model(
         settings.model.path,

@@ -78,7 +78,10 @@ class RewardSum:
             RewardError: a function raised or returned no finite number. The sample is in the log.
         """
         values = {function.name: function(sample) for function in self._functions}
-        return RewardScore(sum(f.weight * values[f.name] for f in self._functions), values)
+        total = sum(f.weight * values[f.name] for f in self._functions)
+        if not math.isfinite(total):
+            raise RewardError(f"the weighted sum of the rewards {values} is not finite; sample: {sample}")
+        return RewardScore(total, values)
 
     def check(self, prompt: str, answer: str, metadata: Mapping[str, Any]) -> RewardScore:
         """Tries every function on a prompt answered with its own key and with nothing; call it before a run.
@@ -120,16 +123,15 @@ def load_rewards(functions: Sequence[str] | Mapping[str, float]) -> RewardSum:
     )
 
 
-def check_reward_names(functions: Sequence[str] | Mapping[str, float]) -> None:
-    """What can be checked of the setting without importing anybody's code.
+def check_rewards(functions: Sequence[str] | Mapping[str, float]) -> None:
+    """Looks whether the functions are there and take what they are given; imports a user's modules.
 
     Raises:
-        ValueError: no function at all, an unknown name, or a module that is not there.
+        ValueError: as `load_rewards`.
     """
     for name in _weights(functions):
         if name not in REWARD_NAMES:
-            module, _ = _module_and_function(name)
-            _find_module(name, module)
+            _find(name)
 
 
 @dataclass(frozen=True)
@@ -143,10 +145,12 @@ class _Function:
         arguments = {name: getattr(sample, name) for name in self.arguments}
         try:
             value = self.call(**arguments)
-        except Exception as error:  # a user's code may raise anything; the run goes on without this sample
+            # A whole number may be too large for a float.
+            finite = isinstance(value, numbers.Real) and math.isfinite(value)
+        except (Exception, SystemExit) as error:  # a user's code may raise anything; the run goes on without the sample
             logger.exception("reward %s failed on %r", self.name, sample)
             raise RewardError(f"reward {self.name} raised {type(error).__name__}: {error}; sample: {sample}") from error
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        if not finite:
             logger.error("reward %s returned %r, not a finite number, on %r", self.name, value, sample)
             raise RewardError(f"reward {self.name} returned {value!r}, expected a finite number; sample: {sample}")
         return float(value)
@@ -178,7 +182,7 @@ def _find(name: str) -> Callable[..., Any]:
     _find_module(name, module_name)
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # importing runs a user's code, which may raise anything
+    except (Exception, SystemExit) as error:  # importing runs a user's code, which may raise anything
         raise ValueError(
             f"reward.functions: importing {module_name} (for {name}) raised {type(error).__name__}: {error}"
         ) from error
@@ -210,7 +214,7 @@ def _find_module(name: str, module: str) -> None:
         sys.path.append(folder)
     try:
         spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:
+    except (ImportError, ValueError):
         spec = None
     if spec is None:
         raise ValueError(

@@ -75,7 +75,7 @@ class DataSection(Section):
     eval: str = ""
     """Held-out prompts, in the same forms. Empty: those of the built-in task (`counting`, `reasoning_gym:TASK` with
     another seed); a file needs another file."""
-    prompts_per_batch: PositiveInt = 32
+    prompts_per_batch: Annotated[int, Field(gt=0, le=1_000_000)] = 32
     """Prompts of one iteration."""
     samples_per_prompt: PositiveInt = 8
     """Answers drawn for each training prompt."""
@@ -161,6 +161,11 @@ class TrainerSettings(ServiceSettings):
             raise ValueError(
                 f"a record of the longest prompt and answer ({longest} tokens) takes {record_bytes} bytes, more than "
                 f"kafka.max_message_bytes ({self.kafka.max_message_bytes}): raise that, or lower generator.max_tokens"
+            )
+        if 0 < self.generator.max_model_len <= self.generator.max_tokens:
+            raise ValueError(
+                f"generator.max_tokens is {self.generator.max_tokens} and leaves no room for a prompt within "
+                f"generator.max_model_len ({self.generator.max_model_len}): raise that, or lower generator.max_tokens"
             )
         batch_samples = data.prompts_per_batch * data.samples_per_prompt
         if batch_samples < trainer.num_ranks:

@@ -70,10 +70,11 @@ def load_task(settings: TrainerSettings, model: ModelFiles) -> Task:
         settings.data, model.tokenizer, seed=settings.run.seed, num_eval_prompts=settings.eval.num_prompts
     )
     longest = max(prompts.train.longest, prompts.evaluation.longest) + settings.generator.max_tokens
-    if model.max_context_tokens is not None and longest > model.max_context_tokens:
+    limits = [limit for limit in (model.max_context_tokens, settings.generator.max_model_len) if limit]
+    if limits and longest > min(limits):
         raise ValueError(
-            f"the longest prompt and generator.max_tokens make {longest} tokens, and the model takes "
-            f"{model.max_context_tokens}: lower generator.max_tokens or data.max_prompt_tokens"
+            f"the longest prompt and generator.max_tokens make {longest} tokens, and the model (or "
+            f"generator.max_model_len) takes {min(limits)}: lower generator.max_tokens or data.max_prompt_tokens"
         )
     rewards = load_rewards(settings.reward.functions)
     record = prompts.train[0].record

@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamrl.errors import NoProgressError
+from streamrl.errors import NoProgressError, UnusableBatchError
 from streamrl.identity import PURPOSE_TRAIN, BatchKey
 from streamrl.spans import SpanLog
 from streamrl.v1.weights_pb2 import Canary, ModelFile
 from trainer_svc.acceptance import BatchIntake
 from trainer_svc.answer_table import AnswerTable
 from trainer_svc.collector import Collector
-from trainer_svc.control import TrainerControl
+from trainer_svc.control import StopAskedError, TrainerControl
 from trainer_svc.evaluation import Evaluations
 from trainer_svc.figures import batch_figures, step_figures
 from trainer_svc.fleet_watch import FleetWatch
@@ -76,10 +76,6 @@ class Parts:
     """Records so far that a service could not handle."""
 
 
-class _StopAskedError(Exception):
-    """The run shall stop, and what the loop waits for will not come soon enough."""
-
-
 class TrainLoop:
     """One run, or the rest of one."""
 
@@ -134,7 +130,7 @@ class TrainLoop:
             parts.publisher.wait()
             self._evaluate_and_wait()
             completed = True
-        except _StopAskedError:
+        except StopAskedError:
             logger.info("stopping after iteration %d", lineage.iteration)
             completed = False
         parts.control.show("stopping")
@@ -174,12 +170,22 @@ class TrainLoop:
 
     def _step(self, batch: BatchIntake) -> StepStats | None:
         if not batch.trained:
+            self._refuse_unusable(batch)
             logger.warning("%s has nothing to train on: the weights stay as they are", batch.key)
             return None
         stats = self._parts.learner.step(loss_count(batch.trained, self._parts.aggregation))
         if not stats.applied:
             logger.warning("%s: the gradient is not finite, and the step changed nothing", batch.key)
         return stats
+
+    def _refuse_unusable(self, batch: BatchIntake) -> None:
+        """A batch of which nothing could be generated or scored will not be the last one."""
+        dropped = batch.counts.dropped
+        if dropped["abandoned"] + dropped["infrastructure"] == batch.counts.expected:
+            reason = next(outcome.reason for outcome in batch.outcomes.values())
+            raise UnusableBatchError(
+                f"not one of the {batch.counts.expected} samples of {batch.key} could be used; the first: {reason}"
+            )
 
     def _publish(self) -> None:
         """Copies the weights out and sends them in the background."""
@@ -314,7 +320,7 @@ class TrainLoop:
                 parts.control.show("waiting", waits_for, parts.collector.waiting_rollouts())
                 self._look_around()
                 if parts.control.stop_asked(STOP_PATIENCE_S):
-                    raise _StopAskedError
+                    raise StopAskedError
         parts.spans.write("wait", started_s, time.time(), detail="rollouts", batch=key.batch)
         return taken
 
@@ -354,7 +360,7 @@ class TrainLoop:
 
     def _stop_if_asked(self) -> None:
         if self._parts.control.stop_asked():
-            raise _StopAskedError
+            raise StopAskedError
 
     def _progressed(self) -> None:
         self._progressed_s = time.monotonic()

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
+from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
 
 from streamrl.errors import BrokerUnavailableError
 from streamrl.kafka.connection import Connection
@@ -139,7 +139,7 @@ class ReaderThread:
                 records = self._reader.read(timeout_s=0.5)
                 if records:
                     self._on_records(records)
-        except (BrokerUnavailableError, KafkaException, RuntimeError) as error:
+        except BaseException as error:  # whatever it was, a reader that ended in silence would be waited for
             if not self._closed.is_set():
                 self._on_error(error)
         finally:

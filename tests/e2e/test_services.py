@@ -101,6 +101,26 @@ def test_nothing_outlives_a_run_that_is_ended(start_run: Callable[..., Any], how
     assert list((Path(run.folder) / "checkpoints").iterdir()), "a run that is stopped in order has a checkpoint"
 
 
+def test_a_run_of_which_no_sample_can_be_scored_fails_with_the_reason(
+    start_run: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "picky.py").write_text(
+        "def reward(response, answer):\n"
+        "    if response in ('', answer):\n"
+        "        return 0.0\n"
+        "    raise SystemExit('no')\n"
+    )
+    run = start_run(
+        {**FAKE, "trainer.num_iterations": 2, "reward.functions": "picky:reward"}, env={"PYTHONPATH": str(tmp_path)}
+    )
+    answer = run.finish()
+    assert run.process.returncode == 1, run.log()
+    assert answer["status"] == "failed"
+    assert answer["error"]["kind"] == "UnusableBatchError"
+    assert "picky:reward raised SystemExit" in answer["error"]["message"]
+    assert run.left_behind() == []
+
+
 def test_a_waiting_fleet_uses_no_cpu(start_run: Callable[..., Any]) -> None:
     """Everything waits for a generator that is suspended; less than 2 % of a core each."""
     run = start_run({**FAKE, "generator.num_instances": 1, "scheduler.lease_s": 60, "trainer.num_iterations": 10_000})

@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,3 +57,38 @@ def test_a_run_is_logged_whole_and_continued_under_the_same_id(tmp_path: Path) -
     assert {file.path for file in client.list_artifacts(run_id)} == {"answers", "model", "settings.json"}
     table = json.loads(Path(client.download_artifacts(run_id, "answers/from-000000.json", str(tmp_path))).read_text())
     assert table == {"columns": ["iteration", "answer"], "data": [[1, "48 49"], [2, "48 49"]]}
+
+
+def test_runs_that_start_at_once_on_a_fresh_file_lose_nothing(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from trainer_svc.mlflow_tracker import MlflowTracker\n"
+        "from trainer_svc.run_log import RunLog\n"
+        "print('ready', flush=True)\n"
+        "sys.stdin.readline()\n"
+        f"make = lambda: MlflowTracker(tracking_uri={uri!r}, experiment='test', run_name='r', run_id='', settings={{}},"
+        f" artifacts=Path({str(tmp_path / 'artifacts')!r}))\n"
+        "log = RunLog(make).start()\n"
+        "log.figures(1, {'loss': 0.5})\n"
+        "log.close('FINISHED', timeout_s=120)\n"
+        "sys.exit(log.dropped)\n"
+    )
+    runs = [
+        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    for run in runs:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "ready\n"
+    for run in runs:
+        assert run.stdin is not None
+        run.stdin.write("\n")
+        run.stdin.flush()
+    for run in runs:
+        run.communicate(timeout=150)
+    assert [run.returncode for run in runs] == [0, 0, 0]
+    client = mlflow.MlflowClient(uri)
+    experiment = client.get_experiment_by_name("test")
+    assert [run.data.metrics for run in client.search_runs([experiment.experiment_id])] == [{"loss": 0.5}] * 3

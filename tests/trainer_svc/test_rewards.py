@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from trainer_svc.math_verifier import MathVerifier
 from trainer_svc.reward_functions import exact_match, find_last_number, graded, last_number, reasoning_gym
-from trainer_svc.rewards import RewardError, RewardInput, check_reward_names, load_rewards
+from trainer_svc.rewards import RewardError, RewardInput, check_rewards, load_rewards
 
 
 @pytest.fixture
@@ -128,11 +128,12 @@ def test_an_own_function_takes_any_of_the_arguments_by_name(own_module: Path) ->
         ({"exact_match": math.nan}, "expected a finite number"),
         (["no_such_module_of_rewards:f"], "there is no module no_such_module_of_rewards"),
         (["no_such.module:f"], r"there is no module no_such\.module"),
+        (["..x:f"], r"there is no module \.\.x"),
     ],
 )
 def test_a_wrong_setting_is_refused_before_anything_is_imported(functions: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_reward_names(functions)
+        check_rewards(functions)
     with pytest.raises(ValueError, match=message):
         load_rewards(functions)
 
@@ -151,12 +152,23 @@ def test_a_wrong_setting_is_refused_before_anything_is_imported(functions: Any, 
 )
 def test_an_own_function_that_cannot_work_is_refused(own_module: Path, code: str, message: str) -> None:
     own_module.write_text(code)
-    check_reward_names(["own_rewards:score"])
-    with pytest.raises(ValueError, match=message):
-        load_rewards(["own_rewards:score"])
+    for look in (check_rewards, load_rewards):
+        with pytest.raises(ValueError, match=message):
+            look(["own_rewards:score"])
 
 
-@pytest.mark.parametrize("code", ["return None", "return 'x'", "return float('nan')", "return 1 / 0", "return 1j"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "return None",
+        "return 'x'",
+        "return float('nan')",
+        "return 1 / 0",
+        "return 1j",
+        "return 10**400",
+        "raise SystemExit(1)",
+    ],
+)
 def test_a_failing_function_gives_an_error_and_never_a_reward(own_module: Path, code: str) -> None:
     own_module.write_text(f"def score(response):\n    {code}\n")
     rewards = load_rewards(["own_rewards:score"])

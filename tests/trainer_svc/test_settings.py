@@ -17,6 +17,9 @@ from trainer_svc.settings import TrainerSettings
         ({"trainer": {"num_ranks": 300}}, "fewer than trainer.num_ranks"),
         ({"generator": {"max_tokens": 2_000_000}}, "kafka.max_message_bytes"),
         ({"generator": {"top_p": 0.9}}, "generator.top_p is 0.9"),
+        ({"generator": {"max_tokens": 60, "max_model_len": 60}}, "leaves no room for a prompt"),
+        ({"trainer": {"learning_rate": float("inf")}}, "finite number"),
+        ({"run": {"seed": -1}}, "greater than or equal to 0"),
         ({"reward": {"functions": []}}, "at least one reward function"),
     ],
 )

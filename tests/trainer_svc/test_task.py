@@ -45,5 +45,10 @@ def test_prompts_and_answers_must_fit_the_model(random_model: Path, counting_fil
         }
     )
     model = resolve_model(str(random_model), dtype="float32", seed=0, cache_folder=tmp_path)
-    with pytest.raises(ValueError, match="the model takes 512"):
+    limited = settings.model_copy(
+        update={"generator": settings.generator.model_copy(update={"max_tokens": 20, "max_model_len": 21})}
+    )
+    with pytest.raises(ValueError, match="takes 21"):
+        load_task(limited, model)
+    with pytest.raises(ValueError, match=r"the model \(or generator.max_model_len\) takes 512"):
         load_task(settings, model)
