@@ -104,6 +104,10 @@ def test_a_service_that_is_not_started_again_ends_the_run(place: Any) -> None:
     assert done.exit_code == 1
     assert "scheduler ended: killed by signal SIGKILL" in done.result["error"]["message"]
     assert place.processes() == []
+    # The trainer, ended in order, has written that it was stopped.
+    assert json.loads((place.run_folder / "summary.json").read_text())["status"] == "failed"
+    shown = place.call("status", "r")
+    assert "failed" in shown.stdout + shown.stderr and "stopped" not in shown.stdout + shown.stderr
 
 
 def test_a_broker_that_dies_ends_the_run(place: Any) -> None:
@@ -116,10 +120,11 @@ def test_a_broker_that_dies_ends_the_run(place: Any) -> None:
     assert place.processes() == []
 
 
-def test_ctrl_c_stops_at_the_end_of_the_iteration(place: Any) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_stops_at_the_end_of_the_iteration(place: Any, number: signal.Signals) -> None:
     run = place.start_run("--set", "trainer.num_iterations=1000", stub=SLOW_RUN)
     _wait_until_training(place)
-    run.send_signal(signal.SIGINT)
+    run.send_signal(number)
     done = place.ended(run)
     assert done.exit_code == 130
     assert done.result["status"] == "stopped"
@@ -140,6 +145,45 @@ def test_a_second_ctrl_c_stops_at_once(place: Any) -> None:
     assert done.exit_code == 130
     assert done.result["status"] == "stopped"
     assert place.processes() == []
+
+
+def test_an_end_at_once_says_how_far_the_run_had_come(place: Any) -> None:
+    run = place.start_run("--set", "trainer.num_iterations=1000", stub={"trainer": {"iteration_s": 3}})
+    assert run.stderr is not None
+    while "iteration 1/1000" not in run.stderr.readline():
+        pass
+    run.send_signal(signal.SIGINT)
+    while "asked to stop" not in run.stderr.readline():
+        pass
+    run.send_signal(signal.SIGINT)
+    done = place.ended(run)
+    assert done.exit_code == 130
+    assert done.result["error"]["message"] == "ended at once, without a checkpoint, after 1 iteration"
+
+
+def test_a_signal_after_the_last_line_changes_nothing(place: Any) -> None:
+    run = place.start_run(stub={"trainer": {"exit_code": 1, "error": "x"}})
+    assert run.stdout is not None
+    assert json.loads(run.stdout.readline())["status"] == "failed"
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        run.send_signal(number)
+    assert run.wait() == 1
+
+
+@pytest.mark.parametrize("arguments", [(), ("--dry-run",)])
+def test_an_unusable_run_dir_is_told_before_anything_starts(place: Any, arguments: tuple[str, ...]) -> None:
+    done = place.ended(place.start_run("--set", f"run.dir={place.config}", *arguments))
+    assert done.exit_code == 2
+    assert done.result["error"]["message"].startswith(f"run.dir is {place.config}, where no run can be: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_damaged_summary_is_named(place: Any) -> None:
+    assert place.ended(place.start_run()).exit_code == 0
+    (place.run_folder / "summary.json").write_text('{"status": "completed"}')
+    done = place.call("status", "r")
+    assert done.exit_code == 2
+    assert f"error: {place.run_folder / 'summary.json'} is damaged: KeyError: 'rollouts'" in done.stderr
 
 
 def test_whatever_a_service_leaves_behind_is_ended(place: Any) -> None:
@@ -267,7 +311,7 @@ def test_a_record_with_a_reused_process_id_harms_nobody(place: Any) -> None:
         innocent.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_it_still_checks_ends_it_with_one_line(place: Any, number: signal.Signals) -> None:
     run = place.start_run(stub={"trainer": {"check_s": 1000}})
     assert run.stderr is not None
