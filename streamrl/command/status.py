@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from datetime import datetime
 from typing import Any
 
+from pydantic import ValidationError
 from rich.console import Console
 
 from streamrl.command.display import LiveDisplay, error_console, run_table, show_summary
@@ -24,7 +25,10 @@ _WATCH_EVERY_S = 1.0
 def status(arguments: Namespace) -> int:
     """Runs the command. Raises ValueError when there is no such run."""
     folder = named_run(arguments.run)
-    settings = load(ServiceSettings, folder.settings)
+    try:
+        settings = load(ServiceSettings, folder.settings)
+    except ValidationError as error:
+        raise ValueError(f"{folder.settings} is damaged: {error.errors(include_url=False)[0]['msg']}") from error
     return asyncio.run(_status(folder, settings, watch=arguments.watch, as_json=arguments.json))
 
 

@@ -178,12 +178,21 @@ def test_an_unusable_run_dir_is_told_before_anything_starts(place: Any, argument
     assert done.stderr.count("\n") == 1
 
 
-def test_a_damaged_summary_is_named(place: Any) -> None:
+def test_a_damaged_file_is_named(place: Any) -> None:
     assert place.ended(place.start_run()).exit_code == 0
+    whole = {name: (place.run_folder / name).read_text() for name in ("settings.json", "run.json")}
     (place.run_folder / "summary.json").write_text('{"status": "completed"}')
     done = place.call("status", "r")
     assert done.exit_code == 2
     assert f"error: {place.run_folder / 'summary.json'} is damaged: KeyError: 'rollouts'" in done.stderr
+    for name in ("settings.json", "run.json"):
+        (place.run_folder / name).write_text("{")
+        for command in ("status", "stop") if name == "run.json" else ("status",):
+            done = place.call(command, "r")
+            assert done.exit_code == 2
+            assert done.stderr.startswith(f"error: {place.run_folder / name} is damaged: ")
+            assert done.stderr.count("\n") == 1
+        (place.run_folder / name).write_text(whole[name])
 
 
 def test_whatever_a_service_leaves_behind_is_ended(place: Any) -> None:
