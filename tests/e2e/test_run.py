@@ -48,14 +48,23 @@ def test_async_training_learns_within_its_staleness_bound_and_is_tracked(
 def test_a_killed_engine_worker_loses_nothing_and_trainer_and_generator_agree(
     start_run: Callable[..., Any], assert_adds_up: AddsUp
 ) -> None:
-    run = start_run({"pipeline.mode": "sync", "trainer.num_iterations": 5, "eval.every": 0, "scheduler.lease_s": 4})
+    run = start_run(
+        {
+            "pipeline.mode": "sync",
+            "trainer.num_iterations": 5,
+            "eval.every": 0,
+            "scheduler.lease_s": 4,
+            # Few at once: a batch takes seconds, and samples wait when the worker is killed.
+            "generator.max_running": 8,
+        }
+    )
 
     def working_engine_worker() -> psutil.Process | None:
         status = run.status()
         if not status or not status["iteration"]:
             return None
         for service in status["services"]:
-            if service["service"] == "generator" and service["running"]:
+            if service["service"] == "generator" and service["running"] and service["waiting"] > 20:
                 children = psutil.Process(service["pid"]).children(recursive=True)
                 return next((child for child in children if "Worker" in child.name() + str(child.cmdline())), None)
         return None

@@ -116,7 +116,7 @@ def test_a_run_of_which_no_sample_can_be_scored_fails_with_the_reason(
     answer = run.finish()
     assert run.process.returncode == 1, run.log()
     assert answer["status"] == "failed"
-    assert answer["error"]["kind"] == "UnusableBatchError"
+    assert "not one of the 32 samples of batch 0 could be used" in answer["error"]["message"]
     assert "picky:reward raised SystemExit" in answer["error"]["message"]
     assert run.left_behind() == []
 
