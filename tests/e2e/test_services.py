@@ -84,7 +84,7 @@ def test_a_killed_generator_is_replaced_and_its_samples_are_generated_by_others(
     assert run.left_behind() == []
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_nothing_outlives_a_run_that_is_ended(start_run: Callable[..., Any], how: signal.Signals) -> None:
     run = start_run({**FAKE, "trainer.num_iterations": 10_000})
     run.wait_for_iteration(1)
