@@ -18,8 +18,6 @@ from streamrl.rpc.chunks import cut, encode_publish_request
 from streamrl.rpc.errors import peer_errors
 from streamrl.v1.weights_pb2 import (
     Canary,
-    ListVersionsRequest,
-    ListVersionsResponse,
     ModelFile,
     PublishFooter,
     PublishHeader,
@@ -187,18 +185,6 @@ class Publisher:
         with peer_errors(self._peer):
             response = WeightsServiceStub(self._channel).Rewind(request, timeout=self._deadline_s)
         return list(response.forgotten_weight_versions)
-
-    def list_versions(self) -> ListVersionsResponse:
-        """What weights_svc holds, what receivers have loaded, and the traffic so far.
-
-        Raises:
-            UnavailableError: weights_svc does not answer.
-            RefusedError: it answered no.
-        """
-        with peer_errors(self._peer):
-            return WeightsServiceStub(self._channel).ListVersions(
-                ListVersionsRequest(run_id=self._run_id), timeout=self._deadline_s
-            )
 
     def close(self) -> None:
         """Gives up what is still unsent: `wait` first to keep it."""

@@ -20,6 +20,7 @@ from streamrl.v1.weights_pb2 import (
     TRANSFER_FORMAT_FULL,
     Canary,
     FetchRequest,
+    ListVersionsRequest,
     ModelFile,
     NegotiateRequest,
     NegotiateResponse,
@@ -219,7 +220,9 @@ def test_a_process_of_an_earlier_attempt_is_refused(weights, publisher):
     for version in (1, 2, 3):
         publisher.publish(snapshot(version))
     assert later.rewind(2) == [3]
-    assert [manifest.weight_version for manifest in later.list_versions().versions] == [1, 2]
+    with open_channel(weights.address) as channel:
+        held = WeightsServiceStub(channel).ListVersions(ListVersionsRequest(run_id=RUN_ID), timeout=DEADLINE_S)
+    assert [manifest.weight_version for manifest in held.versions] == [1, 2]
     later.close()
     with pytest.raises(PublishError, match="attempt 1 is over"):
         publisher.publish(snapshot(3))
