@@ -9,6 +9,7 @@ from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
 
 from streamrl.errors import BrokerUnavailableError
 from streamrl.kafka.connection import Connection
+from streamrl.kafka.offset_sequence import OffsetSequence
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,9 @@ class RecordReader:
             positions: partition to the next offset to read; None: from the beginning.
         """
         self._connection = connection
+        self._topic = topic
+        first = {partition: offset or 0 for partition, offset in positions.items()}
+        self._sequence = OffsetSequence(first)
         self._consumer = Consumer(
             connection.client_config(
                 **{
@@ -57,11 +61,12 @@ class RecordReader:
         )
         self._consumer.assign(
             # Offset 0 saves a look-up of the beginning, half a second; where it has expired, auto.offset.reset helps.
-            [TopicPartition(topic, partition, offset or 0) for partition, offset in positions.items()]
+            [TopicPartition(topic, partition, offset) for partition, offset in first.items()]
         )
 
     def read(self, timeout_s: float) -> list[Record]:
-        """Waits up to `timeout_s` for records and returns those that are there, in their partitions' order.
+        """Waits up to `timeout_s` for records and returns those that are there, in their partitions' order, without
+        holes.
 
         Raises:
             BrokerUnavailableError: the broker reported an error that does not heal by itself.
@@ -71,7 +76,16 @@ class RecordReader:
         if not first:
             return []
         messages = first + self._consumer.consume(_BATCH, 0)
-        return [record for message in messages if (record := self._checked(message)) is not None]
+        records = [
+            record
+            for message in messages
+            if (record := self._checked(message)) is not None
+            and self._sequence.accepts(record.partition, record.offset)
+        ]
+        for partition, offset in self._sequence.take_seeks().items():
+            logger.info("%s[%d]@%d was not shown: it is read again", self._topic, partition, offset)
+            self._consumer.seek(TopicPartition(self._topic, partition, offset))
+        return records
 
     def close(self) -> None:
         """Ends the reader."""
