@@ -79,39 +79,47 @@ def spawn(
 
 
 def on_termination(stop: Callable[[], None], *, grace_s: float) -> None:
-    """Calls `stop` on the first SIGTERM or SIGINT; ends the process hard when it still lives `grace_s` later or when a
-    second signal comes. Call it from the main thread.
+    """Calls `stop`, from any thread, on the first SIGTERM or SIGINT; ends the process hard when it still lives `grace_s`
+    later or when a second signal comes. Call it from the main thread.
 
-    In a process that `spawn` started it also ends the process hard `ORPHAN_GRACE_S` after the parent's death: nobody is
-    left who would do so, and the signal's handler would wait for a main thread that is busy in native code.
+    In a process that `spawn` started, the parent's death is such a signal too, and the process ends hard
+    `ORPHAN_GRACE_S` after it: nobody is left who would end it. A thread watches the parent, for a signal's handler would
+    wait for a main thread that is busy in native code; and from now on the parent-death signal is SIGCONT, because a
+    process that is stopped (SIGSTOP, a debugger) would keep SIGTERM pending and outlive its run.
     """
     asked = False
 
-    def handle(_signal: int, _frame: object) -> None:
+    def ask() -> None:
         nonlocal asked
-        if asked:
-            os._exit(128 + signal.SIGINT)
         asked = True
         _exit_after(grace_s)
         stop()
+
+    def handle(_signal: int, _frame: object) -> None:
+        if asked:
+            os._exit(128 + signal.SIGINT)
+        ask()
+
+    def end_after_parent(parent_fd: int | None) -> None:
+        if parent_fd is not None:
+            wait_ended(parent_fd)
+        _exit_after(ORPHAN_GRACE_S)
+        if not asked:
+            ask()
 
     signal.signal(signal.SIGTERM, handle)
     signal.signal(signal.SIGINT, handle)
     if _parent_death_signal() == signal.SIGTERM:
         parent_fd = _open_process(os.getppid())
-        threading.Thread(target=_exit_after_parent, args=(parent_fd,), name="parent-watch", daemon=True).start()
+        threading.Thread(target=end_after_parent, args=(parent_fd,), name="parent-watch", daemon=True).start()
+        # Only now: a parent that died before its descriptor was open has sent SIGTERM.
+        die_with_parent(with_signal=signal.SIGCONT)
 
 
 def _exit_after(delay_s: float) -> None:
     timer = threading.Timer(delay_s, os._exit, args=(1,))
     timer.daemon = True
     timer.start()
-
-
-def _exit_after_parent(parent_fd: int | None) -> None:
-    if parent_fd is not None:
-        wait_ended(parent_fd)
-    _exit_after(ORPHAN_GRACE_S)
 
 
 def _parent_death_signal() -> int:

@@ -39,16 +39,23 @@ time.sleep(1000)
 """
 
 
-def _kill_starter_of(program: str, log: Path) -> bool:
-    """Whether the child ends after its parent was killed."""
+def _kill_starter_of(program: str, log: Path, *, while_stopped: bool = False) -> bool:
+    """Whether the child ends after its parent was killed.
+
+    Args:
+        while_stopped: the child is stopped (SIGSTOP) when its parent is killed.
+    """
     with subprocess.Popen(
         [sys.executable, "-c", _STARTER, program, str(log)], stdout=subprocess.PIPE, text=True
     ) as starter:
         assert starter.stdout is not None
-        child_fd = os.pidfd_open(int(starter.stdout.readline()))
+        child = int(starter.stdout.readline())
+        child_fd = os.pidfd_open(child)
         try:
             while "ready" not in log.read_text():
                 assert not lifetime.wait_ended(child_fd, timeout_s=0.05), log.read_text()
+            if while_stopped:
+                os.kill(child, signal.SIGSTOP)
             starter.send_signal(signal.SIGKILL)
             return lifetime.wait_ended(child_fd, timeout_s=20)
         finally:
@@ -58,6 +65,12 @@ def _kill_starter_of(program: str, log: Path) -> bool:
 def test_a_child_ends_in_order_when_its_parent_is_killed(tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert _kill_starter_of(_ORDERLY, log)
+    assert "ended in order" in log.read_text()
+
+
+def test_a_child_that_is_stopped_ends_in_order_when_its_parent_is_killed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert _kill_starter_of(_ORDERLY, log, while_stopped=True)
     assert "ended in order" in log.read_text()
 
 
