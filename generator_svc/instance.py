@@ -26,9 +26,6 @@ from streamrl.v1.scheduler_pb2 import RegisterRequest
 
 logger = logging.getLogger(__name__)
 
-SITE = ""
-"""There is one site so far; its name is empty."""
-
 _SILENCE_S = 5.0
 """A scheduler that is not heard for so long while an instance drains is taken to be gone: the run may be ending."""
 _LAST_WORDS_S = 2.0
@@ -91,7 +88,7 @@ class Instance:
                 run_id=run.id,
                 attempt=run.attempt,
                 instance=instance,
-                site=SITE,
+                site=run.site,
                 address=address,
                 pid=os.getpid(),
                 max_running=engine.max_running,

@@ -10,7 +10,7 @@ from generator_svc import engines
 from generator_svc.control_servicer import ControlServicer
 from generator_svc.engine import Engine
 from generator_svc.first_version import FirstVersion
-from generator_svc.instance import SITE, Instance, model_folder
+from generator_svc.instance import Instance, model_folder
 from generator_svc.membership import SchedulerConnection
 from generator_svc.sample import ModelLimits
 from generator_svc.settings import GeneratorSettings
@@ -77,11 +77,14 @@ async def _start(
     preloaded = asyncio.get_running_loop().run_in_executor(preloader, engines.preload, settings, instance)
     connection = Connection(settings.kafka, instance)
     await asyncio.to_thread(connection.check, min(settings.rpc.deadline_s, _BROKER_DEADLINE_S))
-    await asyncio.to_thread(create_topics, connection, Topics(settings.run.id), settings.scheduler.max_instances)
+    topics = Topics(settings.run.id)
+    await asyncio.to_thread(
+        create_topics, connection, topics, settings.scheduler.max_instances, names=topics.of_generation_site
+    )
     producer = RecordProducer(connection)
     ending.push_async_callback(_close, producer)
     weights = WeightsClient(
-        settings.rpc, run_id=settings.run.id, attempt=settings.run.attempt, receiver=instance, site=SITE
+        settings.rpc, run_id=settings.run.id, attempt=settings.run.attempt, receiver=instance, site=settings.run.site
     )
     ending.push_async_callback(weights.close)
     scheduler = SchedulerConnection(settings.rpc)
@@ -116,7 +119,7 @@ def _weight_source(settings: GeneratorSettings, instance: str) -> WeightSource:
         run_id=settings.run.id,
         attempt=settings.run.attempt,
         receiver=instance,
-        site=SITE,
+        site=settings.run.site,
         patience_s=settings.rpc.patience_s,
     )
 

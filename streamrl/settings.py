@@ -6,10 +6,11 @@ are sampled) is a *view* here that the section extends. The command resolves all
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from streamrl.run_folder import LATEST
 
@@ -17,7 +18,40 @@ PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 
 
-class Section(BaseModel):
+def _host_and_port(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"expected host:port, got {value!r}")
+    return value
+
+
+Address = Annotated[str, AfterValidator(_host_and_port)]
+"""host:port."""
+
+
+class _NumbersAreNoTruthValues(BaseModel):
+    """true and false are taken where a truth value is expected, and not as 1 and 0 where a number is."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_values_where_expected(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None
+        if _holds_truth_value(value) and not _takes_truth_value(cls.model_fields[info.field_name].annotation):
+            raise ValueError(f"expected no truth value, got {value!r}")
+        return value
+
+
+def _holds_truth_value(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_truth_value, value.values()))
+    return any(map(_holds_truth_value, value)) if isinstance(value, list | tuple) else isinstance(value, bool)
+
+
+def _takes_truth_value(annotation: Any) -> bool:
+    return annotation in (bool, Any) or any(map(_takes_truth_value, get_args(annotation)))
+
+
+class Section(_NumbersAreNoTruthValues):
     """A section of the settings: frozen, unknown keys refused, the text under each field is its help."""
 
     model_config = ConfigDict(
@@ -25,7 +59,7 @@ class Section(BaseModel):
     )
 
 
-class View(BaseModel):
+class View(_NumbersAreNoTruthValues):
     """The part of another service's section that this service reads."""
 
     model_config = ConfigDict(
@@ -42,8 +76,16 @@ class RunSection(Section):
     """Seed of data order, sampling and a model made on the spot."""
     attempt: PositiveInt = 1
     """Life of the run, raised by each resume. Set by the command."""
+    site: str = ""
+    """Site that this process stands at, a name under `sites`; empty: there is one only. Set by `serve --site`."""
     max_restarts: Annotated[int, Field(ge=0)] = 5
-    """How often within an hour `streamrl run` starts a generator again that died, before the run fails."""
+    """How often within an hour `streamrl run` starts one and the same service again that died, before the run fails."""
+    no_progress_s: Annotated[float, Field(ge=0)] = 900.0
+    """The run fails when nothing has moved for so long: no service works, and each waits for another. 0: it waits for
+    ever."""
+    watched: bool = False
+    """Whether `streamrl run`, which sees every process, watches the progress of the run; else the trainer does. Set by
+    the command."""
     log_level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
     """How much the services write to their logs."""
 
@@ -98,33 +140,28 @@ class ModelSection(Section):
 
 
 class RpcSection(Section):
-    trainer_address: str = "127.0.0.1:0"
+    trainer_address: Address = "127.0.0.1:0"
     """Where the trainer listens, for status and control. Port 0 takes a free one."""
-    scheduler_address: str = "127.0.0.1:0"
+    scheduler_address: Address = "127.0.0.1:0"
     """Where the scheduler listens, and where the others find it."""
-    weights_address: str = "127.0.0.1:0"
+    weights_address: Address = "127.0.0.1:0"
     """Where weights_svc listens, and where the others find it."""
-    generator_address: str = "127.0.0.1:0"
+    generator_address: Address = "127.0.0.1:0"
     """Where a generator listens, for status and control."""
     deadline_s: PositiveFloat = 20.0
     """Deadline of a call that moves no bulk data."""
     patience_s: PositiveFloat = 120.0
     """How long a service goes on trying to reach a peer that does not answer before it gives up."""
 
-    @field_validator("trainer_address", "scheduler_address", "weights_address", "generator_address")
-    @classmethod
-    def _host_and_port(cls, value: str) -> str:
-        host, _, port = value.rpartition(":")
-        if not host or not port.isdigit() or int(port) > 65535:
-            raise ValueError(f"expected host:port, got {value!r}")
-        return value
-
 
 class KafkaSection(Section):
     bootstrap_servers: str = ""
     """host:port of one or more brokers, separated by commas. Empty: `streamrl run` starts the embedded broker."""
-    embedded: Literal["tansu"] = "tansu"
-    """Which broker `streamrl run` starts when `bootstrap_servers` is empty. tansu keeps its topics in memory."""
+    embedded: Literal["tansu", "apache"] = "tansu"
+    """Which broker `streamrl run` starts when `bootstrap_servers` is empty. tansu keeps its topics in memory. apache,
+    one node of Apache Kafka, keeps them in the run's folder: they outlive a crash. It needs `home` and Java 17."""
+    home: str = ""
+    """Folder of an Apache Kafka download, for `embedded = "apache"`. Empty: the environment variable KAFKA_HOME."""
     client: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """librdkafka's own settings, such as "security.protocol" or "sasl.password", passed through."""
     rollout_partitions: Annotated[int, Field(gt=0, le=1024)] = 4
@@ -139,8 +176,9 @@ class KafkaSection(Section):
     """Largest record. The longest legal rollout must fit (about 9 bytes a token)."""
     compression: Literal["none", "gzip", "snappy", "lz4", "zstd"] = "lz4"
     """How producers compress."""
-    delivery_timeout_s: PositiveFloat = 120.0
-    """How long a producer tries to deliver a record before the service gives up."""
+    patience_s: PositiveFloat = 120.0
+    """How long a service goes on trying to reach a broker that does not answer, and to deliver a record, before it gives
+    up."""
 
 
 class WeightsSection(Section):

@@ -7,10 +7,13 @@ exits 1 where a committed page differs.
 import argparse
 import sys
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from streamrl.command.setting_names import section_class
 from streamrl.command.settings import Settings
 from trainer_svc.figures import FIGURES
 
@@ -26,22 +29,43 @@ def settings_page() -> str:
         "(`STREAMRL_TRAINER__NUM_ITERATIONS=5`), `--set trainer.num_iterations=5`. Unknown names are refused.",
     ]
     for name, field in Settings.model_fields.items():
-        section = field.annotation
-        assert isinstance(section, type) and issubclass(section, BaseModel)
-        parts += ["", f"## `[{name}]`", "", "| setting | type | default | meaning |", "| --- | --- | --- | --- |"]
-        parts += [_row(key, setting) for key, setting in section.model_fields.items()]
+        section = section_class(field)
+        assert section is not None
+        title = name
+        if get_origin(section) is dict:
+            section, title = get_args(section)[1], f"{name}.NAME"
+        parts += ["", f"## `[{title}]`", "", "| setting | type | default | meaning |", "| --- | --- | --- | --- |"]
+        parts += _rows(section)
     return "\n".join(parts) + "\n"
 
 
+def _rows(section: type[BaseModel], prefix: str = "") -> list[str]:
+    rows = []
+    for key, setting in section.model_fields.items():
+        inner = section_class(setting)
+        rows += [_row(prefix + key, setting)] if inner is None else _rows(inner, f"{prefix}{key}.")
+    return rows
+
+
 def _row(name: str, field: FieldInfo) -> str:
-    kind = str(field.annotation) if hasattr(field.annotation, "__args__") else getattr(field.annotation, "__name__", "")
-    for noise in ("typing.", "pathlib.", "annotated_types."):
-        kind = kind.replace(noise, "")
-    kind = kind.split(", FieldInfo(")[0].replace("Annotated[", "")
     default = field.get_default(call_default_factory=True)
-    shown = "" if default in ("", {}, ()) else f"`{_toml(default)}`"
+    shown = "" if default in ("", {}, (), None) or field.is_required() else f"`{_toml(default)}`"
     meaning = " ".join((field.description or "").split())
-    return f"| `{name}` | {_escaped(kind)} | {_escaped(shown)} | {_escaped(meaning)} |"
+    return f"| `{name}` | {_escaped(_kind(field.annotation))} | {_escaped(shown)} | {_escaped(meaning)} |"
+
+
+def _kind(annotation: Any) -> str:
+    """A type as people write it, without the rules on its values."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is None:
+        return "None" if annotation is NoneType else getattr(annotation, "__name__", str(annotation))
+    if origin is Annotated:
+        return _kind(arguments[0])
+    if origin in (Union, UnionType):
+        return " | ".join(_kind(argument) for argument in arguments if argument is not NoneType)
+    if origin is Literal:
+        return f"Literal[{', '.join(map(repr, arguments))}]"
+    return f"{origin.__name__}[{', '.join('...' if argument is ... else _kind(argument) for argument in arguments)}]"
 
 
 def _toml(value: object) -> str:

@@ -84,6 +84,12 @@ def _parser() -> argparse.ArgumentParser:
     _settings_arguments(run)
     run.add_argument("--dry-run", action="store_true", help="resolve and check the settings, start nothing")
 
+    resume = _command(
+        commands, "resume", "streamrl.command.resume:resume", "take a run up again from its newest checkpoint"
+    )
+    _run_argument(resume)
+    _set_argument(resume, "change one key of the run's settings (repeatable)")
+
     status = _command(commands, "status", "streamrl.command.status:status", "show what a run does, or how it ended")
     _run_argument(status)
     status.add_argument("--watch", action="store_true", help="go on showing it until the run is over")
@@ -99,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("service", choices=("trainer", "generator", "scheduler", "weights"), help="which service")
     _settings_arguments(serve)
+    _site_argument(serve)
     serve.add_argument("--instance", metavar="NAME", help="name of this process in the run (generators need one each)")
 
     _command(commands, "doctor", "streamrl.command.doctor:doctor", "say what this machine lacks, and how to get it")
@@ -116,13 +123,15 @@ def _command(
 
 def _settings_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("config", type=Path, metavar="CONFIG", help="settings (TOML)")
-    command.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="set one key, over CONFIG and environment (repeatable)",
-    )
+    _set_argument(command, "set one key, over CONFIG and environment (repeatable)")
+
+
+def _set_argument(command: argparse.ArgumentParser, summary: str) -> None:
+    command.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=summary)
+
+
+def _site_argument(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--site", metavar="NAME", help="as seen from this site: broker and addresses of sites.NAME")
 
 
 def _run_argument(command: argparse.ArgumentParser) -> None:

@@ -13,12 +13,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import EnvSettingsSource, SettingsError, TomlConfigSettingsSource
 
 from streamrl.command.ports import free_port
 from streamrl.command.setting_names import (
+    Sections,
+    field_of,
     join_free_tables,
     parse_assignment,
     parse_value,
@@ -32,6 +34,7 @@ from streamrl.command.settings import SERVICE_SETTINGS, Settings
 
 _ENVIRONMENT = "environment"
 _PREFIX = "STREAMRL_"
+_BROKER = "kafka.bootstrap_servers"
 _NONE: Set[str] = frozenset()
 
 
@@ -55,26 +58,14 @@ def resolve(config: Path, assignments: Sequence[str], *, must_have_id: bool = Fa
         ValueError: with every problem that was found.
     """
     problems: list[str] = []
-    values: dict[str, Any] = {}
-    layers = [
-        (str(config), _from_file(config), _NONE),
-        (_ENVIRONMENT, _from_environment(problems), _tables_by_key(_environment_names())),
-        *(
-            (
-                f"--set {assignment}",
-                parse_assignment(assignment, Settings),
-                _tables_by_key([assignment.partition("=")[0].strip()]),
-            )
-            for assignment in assignments
-        ),
-    ]
-    for origin, layer, by_key in layers:
-        joined = join_free_tables(layer, Settings)
-        unknown = set(unknown_names(joined, Settings))
-        problems.extend(f"{_place(name, origin)}: unknown; {suggestion(name, Settings)}" for name in sorted(unknown))
-        values = _updated(values, without(joined, unknown), Settings, by_key)
-    settings, wrong = _validated(values)
-    problems.extend(wrong)
+    settings = _combined(
+        [
+            (str(config), _from_file(config), _NONE),
+            (_ENVIRONMENT, _from_environment(problems), _tables_by_key(_environment_names())),
+            *_layers(assignments),
+        ],
+        problems,
+    )
     if must_have_id and settings is not None and not settings.run.id:
         problems.append("run.id is empty: services that are started one by one need one name for their run")
     if problems or settings is None:
@@ -86,6 +77,52 @@ def resolve(config: Path, assignments: Sequence[str], *, must_have_id: bool = Fa
         }
     )
     return settings.model_copy(update={"run": run})
+
+
+def resolve_again(values: Mapping[str, Any], origin: str, assignments: Sequence[str]) -> Settings:
+    """The settings of a run that is taken up again, with some of them changed. The environment has no say.
+
+    Args:
+        values: whole settings, by section.
+        origin: where they stand, for messages.
+        assignments: as `resolve`.
+
+    Raises:
+        ValueError: with every problem that was found.
+    """
+    problems: list[str] = []
+    settings = _combined([(origin, dict(values), _NONE), *_layers(assignments)], problems)
+    if problems or settings is None:
+        raise ValueError(_listed(problems))
+    return settings
+
+
+_Layer = tuple[str, dict[str, Any], Set[str]]
+"""Where it comes from, its values, and the tables that it changes key by key."""
+
+
+def _layers(assignments: Sequence[str]) -> list[_Layer]:
+    return [
+        (
+            f"--set {assignment}",
+            parse_assignment(assignment, Settings),
+            _tables_by_key([assignment.partition("=")[0].strip()]),
+        )
+        for assignment in assignments
+    ]
+
+
+def _combined(layers: Sequence[_Layer], problems: list[str]) -> Settings | None:
+    """The later layers over the earlier ones; adds to the problems. None: they make no settings."""
+    values: dict[str, Any] = {}
+    for origin, layer, by_key in layers:
+        joined = join_free_tables(layer, Settings)
+        unknown = set(unknown_names(joined, Settings))
+        problems.extend(f"{_place(name, origin)}: unknown; {suggestion(name, Settings)}" for name in sorted(unknown))
+        values = _updated(values, without(joined, unknown), Settings, by_key)
+    settings, wrong = _validated(values)
+    problems.extend(wrong)
+    return settings
 
 
 def with_addresses(settings: Settings) -> Settings:
@@ -102,6 +139,26 @@ def with_addresses(settings: Settings) -> Settings:
             taken.add(chosen)
             addresses[name] = f"{host}:{chosen}"
     return settings.model_copy(update={"rpc": settings.rpc.model_copy(update=addresses)})
+
+
+def chosen_settings(asked: Settings, final: Settings) -> tuple[str, ...]:
+    """Names of the addresses in `final` that the command filled in."""
+    names = [
+        f"rpc.{name}" for name in type(asked.rpc).model_fields if getattr(asked.rpc, name) != getattr(final.rpc, name)
+    ]
+    if asked.kafka.bootstrap_servers != final.kafka.bootstrap_servers:
+        names.append(_BROKER)
+    return tuple(names)
+
+
+def without_chosen(values: dict[str, Any], chosen: Sequence[str]) -> dict[str, Any]:
+    """Whole settings, with the addresses of these names left to the command again."""
+    values = {section: dict(keys) for section, keys in values.items()}
+    for name in chosen:
+        section, _, key = name.partition(".")
+        host = str(values[section][key]).rpartition(":")[0]
+        values[section][key] = "" if name == _BROKER else f"{host}:0"
+    return values
 
 
 def new_run_id(config: Path, runs: Path, now: datetime) -> str:
@@ -157,7 +214,7 @@ def _validated(values: Mapping[str, Any]) -> tuple[Settings | None, list[str]]:
 def _messages(error: ValidationError) -> list[str]:
     messages = []
     for problem in error.errors(include_url=False):
-        place = ".".join(str(part) for part in problem["loc"])
+        place = ".".join(str(part) for part in problem["loc"] if part != "[key]")
         message = problem["msg"].removeprefix("Value error, ")
         if problem["type"] != "value_error":
             message = f"{message[0].lower()}{message[1:]}, got {problem['input']!r}"
@@ -181,14 +238,15 @@ def _listed(problems: Sequence[str]) -> str:
 
 
 def _updated(
-    values: Mapping[str, Any], newer: Mapping[str, Any], model: type[BaseModel], by_key: Set[str], prefix: str = ""
+    values: Mapping[str, Any], newer: Mapping[str, Any], sections: Sections, by_key: Set[str], prefix: str = ""
 ) -> dict[str, Any]:
     """`newer` over `values`: sections key by key, and so the tables named in `by_key`; anything else whole."""
     merged = dict(values)
     for name, value in newer.items():
         old = merged.get(name)
         if isinstance(old, Mapping) and isinstance(value, Mapping):
-            section = section_class(model.model_fields[name])
+            field = field_of(sections, name)
+            section = section_class(field) if field is not None else None
             if section is not None:
                 merged[name] = _updated(old, value, section, by_key, f"{prefix}{name}.")
                 continue

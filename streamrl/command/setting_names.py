@@ -2,44 +2,75 @@
 
 import difflib
 import tomllib
-from collections.abc import Iterator, Mapping
-from typing import Any, get_args, get_origin
+from collections.abc import Iterator, Mapping, Sequence
+from types import NoneType, UnionType
+from typing import Any, TypeAlias, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+
+Sections: TypeAlias = Any
+"""What has names: a section (`type[BaseModel]`), or sections by names that users choose (`dict[str, SiteSection]`)."""
 
 _NEAR = 0.6
 _VERY_NEAR = 0.8
 
 
-def section_class(field: FieldInfo) -> type[BaseModel] | None:
-    """The section that a field holds; None when it holds a value."""
+def section_class(field: FieldInfo) -> Sections | None:
+    """The section, or the named sections, that a field holds; None when it holds a value."""
     annotation = field.annotation
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    if get_origin(annotation) is UnionType:
+        # A section that may be left out.
+        annotation = next(part for part in get_args(annotation) if part is not NoneType)
+    if get_origin(annotation) is dict:
+        return annotation if _is_section(get_args(annotation)[1]) else None
+    return annotation if _is_section(annotation) else None
 
 
-def known_names(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """Dotted names of all settings, in their order."""
+def field_of(sections: Sections, name: str) -> FieldInfo | None:
+    """What a name stands for in a section; None: nothing."""
+    if isinstance(sections, type) and issubclass(sections, BaseModel):
+        return sections.model_fields.get(name)
+    return FieldInfo.from_annotation(get_args(sections)[1])
+
+
+def known_names(sections: Sections, prefix: str = "", like: Sequence[str] = ()) -> list[str]:
+    """Dotted names of all settings, in their order.
+
+    Args:
+        like: parts of a dotted name, for the names that the user chooses; where it has none, NAME.
+    """
+    if isinstance(sections, type) and issubclass(sections, BaseModel):
+        chosen = list(sections.model_fields)
+    else:
+        depth = prefix.count(".")
+        chosen = [like[depth] if depth < len(like) else "NAME"]
     names = []
-    for name, field in model.model_fields.items():
+    for name in chosen:
+        field = field_of(sections, name)
+        assert field is not None
         section = section_class(field)
-        names.extend(known_names(section, f"{prefix}{name}.") if section else [prefix + name])
+        names.extend(known_names(section, f"{prefix}{name}.", like) if section else [prefix + name])
     return names
 
 
-def unknown_names(values: Mapping[str, Any], model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Dotted names in `values` that `model` does not have."""
+def unknown_names(values: Mapping[str, Any], sections: Sections, prefix: str = "") -> Iterator[str]:
+    """Dotted names in `values` that `sections` does not have."""
     for name, value in values.items():
-        field = model.model_fields.get(name)
+        field = field_of(sections, name)
         if field is None:
             yield prefix + name
         elif (section := section_class(field)) is not None and isinstance(value, Mapping):
             yield from unknown_names(value, section, f"{prefix}{name}.")
 
 
+def _is_section(annotation: object) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
 def suggestion(unknown: str, model: type[BaseModel]) -> str:
     """Half a sentence on what may have been meant by an unknown dotted name."""
-    names = known_names(model)
+    names = known_names(model, like=unknown.split("."))
     section, _, key = unknown.rpartition(".")
     siblings = [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == section]
     sections = sorted({name.partition(".")[0] for name in names})
@@ -107,14 +138,14 @@ def table_of_key(name: str, model: type[BaseModel]) -> str | None:
     return ".".join(known) if field is not None and rest else None
 
 
-def join_free_tables(values: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+def join_free_tables(values: Mapping[str, Any], sections: Sections) -> dict[str, Any]:
     """`{"client": {"sasl": {"password": …}}}` as `{"client": {"sasl.password": …}}`, where a table holds plain values.
 
     TOML reads an unquoted `sasl.password = …` as nested tables, and so it is mostly written.
     """
     joined: dict[str, Any] = {}
     for name, value in values.items():
-        field = model.model_fields.get(name)
+        field = field_of(sections, name)
         if field is not None and isinstance(value, Mapping):
             section = section_class(field)
             if section is not None:
@@ -151,9 +182,9 @@ def _split_name(name: str) -> list[str]:
 
 def _descend(parts: list[str], model: type[BaseModel]) -> tuple[list[str], list[str], FieldInfo | None]:
     """The parts that name sections and a field, the parts behind them, and the field (None: unknown)."""
-    current: type[BaseModel] | None = model
+    current: Sections | None = model
     for index, part in enumerate(parts):
-        field = current.model_fields.get(part) if current is not None else None
+        field = field_of(current, part) if current is not None else None
         if field is None:
             return parts[:index], parts[index:], None
         current = section_class(field)

@@ -4,11 +4,12 @@ Sections are described where they are read: in streamrl/settings.py and in each 
 the environment and `--set` become one of these is in resolve.py.
 """
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from generator_svc.settings import GeneratorSection, GeneratorSettings
 from scheduler_svc.settings import SchedulerSection, SchedulerSettings
+from streamrl.command.site_settings import SiteName, SiteSection
 from streamrl.settings import (
     KafkaSection,
     ModelSection,
@@ -61,6 +62,7 @@ class Settings(BaseSettings):
     kafka: KafkaSection = KafkaSection()
     rpc: RpcSection = RpcSection()
     mlflow: MlflowSection = MlflowSection()
+    sites: dict[SiteName, SiteSection] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _sections_fit(self) -> "Settings":
@@ -71,10 +73,16 @@ class Settings(BaseSettings):
                 f"generator.num_instances is {generator.num_instances}, more than scheduler.max_instances "
                 f"({scheduler.max_instances}) has room for: raise that, or start fewer generators"
             )
-        if self.kafka.replication_factor > 1 and not self.kafka.bootstrap_servers:
+        has_cluster = self.kafka.bootstrap_servers or any(site.kafka for site in self.sites.values())
+        if self.kafka.replication_factor > 1 and not has_cluster:
             problems.append(
                 f"kafka.replication_factor is {self.kafka.replication_factor}, but the embedded broker is a single "
                 "one: leave it at 1, or set kafka.bootstrap_servers"
+            )
+        training_sites = [name for name, site in self.sites.items() if site.role == "training"]
+        if len(training_sites) > 1:
+            problems.append(
+                f"sites {' and '.join(training_sites)} have the role of training: expected one such site at most"
             )
         if problems:
             raise ValueError("; ".join(problems))

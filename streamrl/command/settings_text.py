@@ -12,10 +12,11 @@ _HIDDEN = "(hidden)"
 
 
 def public_settings(settings: Settings) -> dict[str, Any]:
-    """The settings as plain values; in `kafka.client`, values that are secrets by their name are hidden."""
+    """The settings as plain values; among librdkafka's own, values that are secrets by their name are hidden."""
     values = settings.model_dump(mode="json")
-    client = values["kafka"]["client"]
-    values["kafka"]["client"] = {name: _HIDDEN if _SECRET.search(name) else value for name, value in client.items()}
+    clusters = [values["kafka"], *(site["kafka"] for site in values["sites"].values() if site["kafka"] is not None)]
+    for kafka in clusters:
+        kafka["client"] = {name: _HIDDEN if _SECRET.search(name) else value for name, value in kafka["client"].items()}
     return values
 
 
@@ -30,7 +31,8 @@ def toml_text(values: Mapping[str, Any]) -> str:
 
 def _value(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_key(name)} = {_value(item)}" for name, item in value.items()) + "}"
+        items = [f"{_key(name)} = {_value(item)}" for name, item in value.items() if item is not None]
+        return "{" + ", ".join(items) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(_value(item) for item in value) + "]"
     if isinstance(value, float):

@@ -1,6 +1,7 @@
 """The topics of a run: their names, and how they are made."""
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from confluent_kafka import KafkaError, KafkaException
@@ -40,12 +41,29 @@ class Topics:
     def spans(self) -> str:
         return f"streamrl.{self.run_id}.spans"
 
+    @property
+    def all(self) -> tuple[str, ...]:
+        """Those of the site where the training is: `assignments` goes from there to other sites, `rollouts`,
+        `dead_letters` and `spans` come from them."""
+        return (self.prompts, *self.of_generation_site)
 
-def create_topics(connection: Connection, topics: Topics, max_instances: int) -> None:
+    @property
+    def of_generation_site(self) -> tuple[str, ...]:
+        """Those of a site that has generators alone; its broker may be another one. Prompts stay home."""
+        return (self.assignments, self.rollouts, self.dead_letters, self.spans)
+
+
+def create_topics(
+    connection: Connection, topics: Topics, max_instances: int, *, names: Collection[str] | None = None
+) -> list[str]:
     """Makes those topics of a run that are not there yet. Any service may call it, at once with others.
 
     Args:
         max_instances: partitions of `assignments`, one an instance.
+        names: only these; None: all.
+
+    Returns:
+        Those that it made.
 
     Raises:
         BrokerUnavailableError: the cluster did not answer, or refused.
@@ -69,16 +87,20 @@ def create_topics(connection: Connection, topics: Topics, max_instances: int) ->
         [
             NewTopic(name, num_partitions=count, replication_factor=settings.replication_factor, config=config)
             for name, count in partitions.items()
+            if names is None or name in names
         ],
         operation_timeout=_CREATE_TIMEOUT_S,
         request_timeout=_CREATE_TIMEOUT_S,
     )
+    created = []
     for name, future in futures.items():
         try:
             future.result()
+            created.append(name)
             logger.info("topic %s created", name)
         except KafkaException as error:
             if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
                 raise BrokerUnavailableError(
                     f"topic {name} could not be created: {error.args[0].str()}{connection.explain()}"
                 ) from error
+    return created

@@ -31,6 +31,8 @@ def test_every_section_has_names() -> None:
         ("rewards", "reward"),
         ("pipeline.staleness", "pipeline.max_staleness"),
         ("kafka.bootstrap_server", "kafka.bootstrap_servers"),
+        ("sites.west.weigths", "sites.west.weights"),
+        ("sites.west.kafka.bootstrap_server", "sites.west.kafka.bootstrap_servers"),
     ],
 )
 def test_the_nearest_known_name_is_suggested(unknown: str, meant: str) -> None:
@@ -44,8 +46,10 @@ def test_a_name_like_no_other_is_answered_with_what_there_is() -> None:
 
 @given(st.sampled_from(known_names(Settings)))
 def test_no_known_name_is_unknown(name: str) -> None:
-    section, key = name.split(".")
-    assert list(unknown_names({section: {key: 1}}, Settings)) == []
+    value: Any = 1
+    for part in reversed(name.split(".")):
+        value = {part: value}
+    assert list(unknown_names(value, Settings)) == []
 
 
 def test_unknown_names_are_found_and_left_out() -> None:
