@@ -1,12 +1,19 @@
 """What others may ask of the training loop, and what it shows of itself: one object between its thread and gRPC's."""
 
+import math
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-State = Literal["starting", "evaluating", "waiting", "training", "publishing", "paused", "stopping", "done"]
+State = Literal[
+    "starting", "evaluating", "waiting", "training", "publishing", "checkpointing", "paused", "stopping", "done"
+]
+
+STOP_PATIENCE_S = 20.0
+"""A run that shall stop waits so long for the end of its iteration, then gives the iteration up: nothing is lost but
+its passes, for weights and optimizer change only in the step."""
 
 
 class StopAskedError(Exception):
@@ -23,6 +30,7 @@ class TrainerStatus:
     weight_version: int = -1
     waiting_rollouts: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 class TrainerControl:
@@ -30,22 +38,32 @@ class TrainerControl:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._stop_asked_s: float | None = None
+        self._stop_asked = False
+        self._give_up_at_s = math.inf
         self._checkpoint_asked = False
         self._paused_until_s = 0.0
         self._status = TrainerStatus()
 
-    def ask_stop(self) -> None:
-        """Ends the run at the end of the iteration that runs, with a checkpoint."""
+    def ask_stop(self, patience_s: float = STOP_PATIENCE_S) -> None:
+        """Ends the run at the end of the iteration that runs, with a checkpoint.
+
+        Args:
+            patience_s: how long the iteration is waited for at most.
+        """
         with self._changed:
-            if self._stop_asked_s is None:
-                self._stop_asked_s = time.monotonic()
+            self._stop_asked = True
+            self._give_up_at_s = min(self._give_up_at_s, time.monotonic() + patience_s)
             self._changed.notify_all()
 
-    def stop_asked(self, since_s: float = 0.0) -> bool:
-        """Whether the run shall stop, and was asked to at least `since_s` ago."""
+    def stop_asked(self) -> bool:
+        """Whether the run shall stop."""
         with self._changed:
-            return self._stop_asked_s is not None and time.monotonic() - self._stop_asked_s >= since_s
+            return self._stop_asked
+
+    def gives_up_iteration(self) -> bool:
+        """Whether the run shall stop and has waited for its iteration long enough."""
+        with self._changed:
+            return time.monotonic() >= self._give_up_at_s
 
     def ask_checkpoint(self) -> None:
         """A checkpoint at the end of the iteration that runs."""
@@ -86,7 +104,7 @@ class TrainerControl:
         with self._changed:
             while True:
                 remaining_s = self._paused_until_s - time.monotonic()
-                if remaining_s <= 0 or self._stop_asked_s is not None:
+                if remaining_s <= 0 or self._stop_asked:
                     return False
                 if time.monotonic() >= deadline_s:
                     return True
@@ -96,6 +114,11 @@ class TrainerControl:
         """What the loop does now."""
         with self._changed:
             self._status = replace(self._status, state=state, waits_for=waits_for, waiting_rollouts=waiting_rollouts)
+
+    def note(self, sentence: str) -> None:
+        """Tells whoever started the run something that is worth reading."""
+        with self._changed:
+            self._status = replace(self._status, notes=(*self._status.notes, sentence))
 
     def show_version(self, weight_version: int) -> None:
         """The newest version that was published, or is being so."""

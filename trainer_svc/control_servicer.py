@@ -7,7 +7,7 @@ import grpc
 
 from streamrl.v1 import trainer_pb2 as messages
 from streamrl.v1.trainer_pb2_grpc import TrainerServiceServicer
-from trainer_svc.control import TrainerControl
+from trainer_svc.control import STOP_PATIENCE_S, TrainerControl
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -43,6 +43,7 @@ class ControlServicer(TrainerServiceServicer):
             weight_version=status.weight_version,
             waiting_rollouts=status.waiting_rollouts,
             metrics=status.metrics,
+            notes=status.notes,
         )
 
     async def Pause(
@@ -66,5 +67,5 @@ class ControlServicer(TrainerServiceServicer):
     async def Stop(
         self, request: messages.TrainerServiceStopRequest, context: Context
     ) -> messages.TrainerServiceStopResponse:
-        self._control.ask_stop()
+        self._control.ask_stop(0.0 if request.at_once else STOP_PATIENCE_S)
         return messages.TrainerServiceStopResponse()

@@ -52,11 +52,28 @@ class PromptSets:
     train: "PromptSet"
     evaluation: "PromptSet"
 
+    def notes(self) -> list[str]:
+        """What whoever started the run should know of them, a sentence each."""
+        sets = (("training", self.train), ("evaluation", self.evaluation))
+        return [
+            f"{prompts.num_too_long} of {len(prompts) + prompts.num_too_long} {purpose} prompts are longer than "
+            "data.max_prompt_tokens and left out"
+            for purpose, prompts in sets
+            if prompts.num_too_long
+        ]
+
 
 class PromptSet(Sequence[Prompt]):
     """Prompts by index, 0 to len - 1, in the order of their source."""
 
-    def __init__(self, source: Source, rows: npt.NDArray[np.int64], tokens: "_TokenLists") -> None:
+    def __init__(
+        self, source: Source, rows: npt.NDArray[np.int64], tokens: "_TokenLists", *, num_too_long: int = 0
+    ) -> None:
+        """
+        Args:
+            num_too_long: how many are left out for their length.
+        """
+        self.num_too_long = num_too_long
         self._source = source
         self._rows = rows
         self._tokens = tokens
@@ -262,7 +279,7 @@ def _prepare(
             f"data: no {purpose} prompt is left of {len(source)}: {num_long} are longer than data.max_prompt_tokens "
             f"({renderer.max_tokens}), {num_excluded} are held out for evaluation"
         )
-    prompts = PromptSet(source, np.asarray(rows, dtype=np.int64), tokens)
+    prompts = PromptSet(source, np.asarray(rows, dtype=np.int64), tokens, num_too_long=num_long)
     logger.log(
         logging.WARNING if num_long else logging.INFO,
         "%d %s prompts, the longest of %d tokens; left out: %d longer than %d tokens, %d held out for evaluation",

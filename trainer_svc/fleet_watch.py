@@ -3,10 +3,11 @@
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
 from streamrl.errors import StreamRLError
+from streamrl.progress import fleet_mark
 from streamrl.rpc.channel import open_channel
 from streamrl.rpc.errors import peer_errors
 from streamrl.v1.scheduler_pb2 import GetFleetRequest, GetFleetResponse
@@ -77,6 +78,11 @@ class FleetWatch:
     def idle_share(self) -> float:
         with self._lock:
             return self._meter.idle_share
+
+    def progress_mark(self) -> Hashable:
+        """Changes when generation or a weight transfer moves."""
+        with self._lock:
+            return fleet_mark(self._fleet), self._versions.bytes_sent
 
     def waits(self) -> str:
         """Who waits for whom, as the scheduler says."""

@@ -184,7 +184,8 @@ def _assemble(
         num_iterations=trainer.num_iterations,
         checkpoint_every=trainer.checkpoint_every,
         keep_checkpoints=trainer.keep_checkpoints,
-        no_progress_s=trainer.no_progress_s,
+        # Where the command sees every process, it knows better: an engine that takes long to start works, too.
+        no_progress_s=0.0 if run.watched else run.no_progress_s,
         checkpoint_folder=run.folder / "checkpoints",
     )
     canaries = task.canaries(_CANARY_TOKENS)

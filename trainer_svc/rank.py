@@ -45,7 +45,8 @@ def run_rank(
         # Some operations have no such form on some devices: they warn.
         torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        with join_ranks(settings.trainer.num_ranks, command, environment) as ranks:
+        trainer = settings.trainer
+        with join_ranks(trainer.num_ranks, command, environment, num_nodes=trainer.num_nodes) as ranks:
             train(settings, control, instance, ranks)
     except StopAskedError:
         logger.info("stopped before the first iteration")
@@ -70,6 +71,8 @@ def train(settings: TrainerSettings, control: TrainerControl, instance: str, ran
     # Before the model itself, which takes longer: bad data is to be told at once.
     starting("prompts and rewards")
     task = load_task(settings, model) if ranks.rank == 0 else None
+    for sentence in task.prompts.notes() if task is not None else ():
+        control.note(sentence)
     starting("DeepSpeed")
     policy = _policy(settings, model)
     learner = Learner(

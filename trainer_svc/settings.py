@@ -42,6 +42,10 @@ class TrainerSection(Section):
     num_ranks: PositiveInt = 1
     """Processes that train together, one a GPU. They are started on this machine, unless a launcher such as torchrun
     started this process as one of them."""
+    num_nodes: PositiveInt = 1
+    """Machines that the ranks are spread over, as many on each. With several, start `streamrl serve trainer` on every one
+    of them, with NODE_RANK (0 on the one that trains and speaks for all), MASTER_ADDR and MASTER_PORT (where that one is
+    met) in its environment, and with one `run.dir` that all of them see."""
     num_threads: PositiveInt = 1
     """CPU threads of each rank."""
     saturation_tokens: PositiveInt = 16384
@@ -56,8 +60,6 @@ class TrainerSection(Section):
     """Iterations between checkpoints; 0: only when the run ends or is stopped."""
     keep_checkpoints: PositiveInt = 2
     """How many of the newest checkpoints stay on disk."""
-    no_progress_s: PositiveFloat = 900.0
-    """The run fails when nothing arrives, trains or is published for so long."""
 
     @field_validator("algorithm")
     @classmethod
@@ -166,6 +168,11 @@ class TrainerSettings(ServiceSettings):
             raise ValueError(
                 f"generator.max_tokens is {self.generator.max_tokens} and leaves no room for a prompt within "
                 f"generator.max_model_len ({self.generator.max_model_len}): raise that, or lower generator.max_tokens"
+            )
+        if trainer.num_ranks % trainer.num_nodes:
+            raise ValueError(
+                f"trainer.num_ranks ({trainer.num_ranks}) cannot be spread evenly over trainer.num_nodes "
+                f"({trainer.num_nodes}): set it to a multiple"
             )
         batch_samples = data.prompts_per_batch * data.samples_per_prompt
         if batch_samples < trainer.num_ranks:

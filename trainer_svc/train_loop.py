@@ -6,7 +6,7 @@ runs in one thread of its own; everything that can wait without it does so in ot
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,9 +37,6 @@ logger = logging.getLogger(__name__)
 
 _LOOK_AROUND_S = 1.0
 """While the loop waits it looks so often whether anything else has happened."""
-STOP_PATIENCE_S = 20.0
-"""A run that shall stop waits so long for the end of its iteration, then gives the iteration up: nothing is lost but
-its passes, for weights and optimizer change only in the step."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +48,7 @@ class LoopSettings:
     checkpoint_every: int
     keep_checkpoints: int
     no_progress_s: float
+    """0: never given up here."""
     checkpoint_folder: Path
 
 
@@ -100,6 +98,7 @@ class TrainLoop:
         self._model_files = model_files
         self._canaries = canaries
         self._progressed_s = time.monotonic()
+        self._fleet_mark: Hashable = None
         self._figures: dict[str, float] = {}
         self._saved_iteration = -1
 
@@ -282,6 +281,7 @@ class TrainLoop:
         parts, iteration = self._parts, self._lineage.iteration
         if iteration == self._saved_iteration:
             return
+        parts.control.show("checkpointing")
         with parts.spans.span("checkpoint", weight_version=iteration):
             parts.learner.save(
                 self._settings.checkpoint_folder,
@@ -319,7 +319,7 @@ class TrainLoop:
                 waits_for = f"rollouts of {key}: {parts.collector.progress(key)}"
                 parts.control.show("waiting", waits_for, parts.collector.waiting_rollouts())
                 self._look_around()
-                if parts.control.stop_asked(STOP_PATIENCE_S):
+                if parts.control.gives_up_iteration():
                     raise StopAskedError
         parts.spans.write("wait", started_s, time.time(), detail="rollouts", batch=key.batch)
         return taken
@@ -331,10 +331,13 @@ class TrainLoop:
         parts.publisher.check()
         parts.collector.check()
         self._take_evaluations()
+        if (mark := parts.watch.progress_mark()) != self._fleet_mark:
+            self._fleet_mark = mark
+            self._progressed()
         idle_s = min(time.monotonic() - self._progressed_s, parts.collector.seconds_since_progress())
-        if idle_s > self._settings.no_progress_s:
+        if 0 < self._settings.no_progress_s < idle_s:
             raise NoProgressError(
-                f"nothing has moved for {idle_s:.0f} s (trainer.no_progress_s): the trainer waits for "
+                f"nothing has moved for {idle_s:.0f} s (run.no_progress_s): the trainer waits for "
                 f"{parts.control.status().waits_for}; the scheduler says: {parts.watch.waits() or 'nothing'}"
             )
 

@@ -348,6 +348,7 @@ class ReportBatchRequest(google.protobuf.message.Message):
     CLOSED_FIELD_NUMBER: builtins.int
     COMPLETE_FIELD_NUMBER: builtins.int
     TOKENIZER_DIGEST_FIELD_NUMBER: builtins.int
+    PHASE_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     attempt: builtins.int
     complete: builtins.bool
@@ -356,6 +357,8 @@ class ReportBatchRequest(google.protobuf.message.Message):
     """
     tokenizer_digest: builtins.str
     """The trainer's tokenizer; an instance with another is refused."""
+    phase: global___FleetPhase.ValueType
+    """Colocated mode, with complete: the phase that the trainer last asked for."""
     @property
     def outcomes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SampleOutcome]: ...
     @property
@@ -371,8 +374,9 @@ class ReportBatchRequest(google.protobuf.message.Message):
         closed: collections.abc.Iterable[global___ClosedBatch] | None = ...,
         complete: builtins.bool = ...,
         tokenizer_digest: builtins.str = ...,
+        phase: global___FleetPhase.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "closed", b"closed", "complete", b"complete", "outcomes", b"outcomes", "run_id", b"run_id", "tokenizer_digest", b"tokenizer_digest"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "closed", b"closed", "complete", b"complete", "outcomes", b"outcomes", "phase", b"phase", "run_id", b"run_id", "tokenizer_digest", b"tokenizer_digest"]) -> None: ...
 
 global___ReportBatchRequest = ReportBatchRequest
 

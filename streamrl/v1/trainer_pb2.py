@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19streamrl/v1/trainer.proto\x12\x0bstreamrl.v1\" \n\x1eTrainerServiceGetStatusRequest\"\xca\x02\n\x1fTrainerServiceGetStatusResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x05\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x12\r\n\x05state\x18\x04 \x01(\t\x12\x11\n\twaits_for\x18\x05 \x01(\t\x12\x11\n\titeration\x18\x06 \x01(\x03\x12\x16\n\x0enum_iterations\x18\x07 \x01(\x03\x12\x16\n\x0eweight_version\x18\x08 \x01(\x03\x12\x18\n\x10waiting_rollouts\x18\t \x01(\x05\x12J\n\x07metrics\x18\n \x03(\x0b\x32\x39.streamrl.v1.TrainerServiceGetStatusResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"-\n\x1aTrainerServicePauseRequest\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\"\x1d\n\x1bTrainerServicePauseResponse\"\x1d\n\x1bTrainerServiceResumeRequest\"\x1e\n\x1cTrainerServiceResumeResponse\"!\n\x1fTrainerServiceCheckpointRequest\"\"\n TrainerServiceCheckpointResponse\"\x1b\n\x19TrainerServiceStopRequest\"\x1c\n\x1aTrainerServiceStopResponse2\xf7\x03\n\x0eTrainerService\x12\x66\n\tGetStatus\x12+.streamrl.v1.TrainerServiceGetStatusRequest\x1a,.streamrl.v1.TrainerServiceGetStatusResponse\x12Z\n\x05Pause\x12\'.streamrl.v1.TrainerServicePauseRequest\x1a(.streamrl.v1.TrainerServicePauseResponse\x12]\n\x06Resume\x12(.streamrl.v1.TrainerServiceResumeRequest\x1a).streamrl.v1.TrainerServiceResumeResponse\x12i\n\nCheckpoint\x12,.streamrl.v1.TrainerServiceCheckpointRequest\x1a-.streamrl.v1.TrainerServiceCheckpointResponse\x12W\n\x04Stop\x12&.streamrl.v1.TrainerServiceStopRequest\x1a\'.streamrl.v1.TrainerServiceStopResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19streamrl/v1/trainer.proto\x12\x0bstreamrl.v1\" \n\x1eTrainerServiceGetStatusRequest\"\xd9\x02\n\x1fTrainerServiceGetStatusResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x05\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x12\r\n\x05state\x18\x04 \x01(\t\x12\x11\n\twaits_for\x18\x05 \x01(\t\x12\x11\n\titeration\x18\x06 \x01(\x03\x12\x16\n\x0enum_iterations\x18\x07 \x01(\x03\x12\x16\n\x0eweight_version\x18\x08 \x01(\x03\x12\x18\n\x10waiting_rollouts\x18\t \x01(\x05\x12J\n\x07metrics\x18\n \x03(\x0b\x32\x39.streamrl.v1.TrainerServiceGetStatusResponse.MetricsEntry\x12\r\n\x05notes\x18\x0b \x03(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"-\n\x1aTrainerServicePauseRequest\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\"\x1d\n\x1bTrainerServicePauseResponse\"\x1d\n\x1bTrainerServiceResumeRequest\"\x1e\n\x1cTrainerServiceResumeResponse\"!\n\x1fTrainerServiceCheckpointRequest\"\"\n TrainerServiceCheckpointResponse\",\n\x19TrainerServiceStopRequest\x12\x0f\n\x07\x61t_once\x18\x01 \x01(\x08\"\x1c\n\x1aTrainerServiceStopResponse2\xf7\x03\n\x0eTrainerService\x12\x66\n\tGetStatus\x12+.streamrl.v1.TrainerServiceGetStatusRequest\x1a,.streamrl.v1.TrainerServiceGetStatusResponse\x12Z\n\x05Pause\x12\'.streamrl.v1.TrainerServicePauseRequest\x1a(.streamrl.v1.TrainerServicePauseResponse\x12]\n\x06Resume\x12(.streamrl.v1.TrainerServiceResumeRequest\x1a).streamrl.v1.TrainerServiceResumeResponse\x12i\n\nCheckpoint\x12,.streamrl.v1.TrainerServiceCheckpointRequest\x1a-.streamrl.v1.TrainerServiceCheckpointResponse\x12W\n\x04Stop\x12&.streamrl.v1.TrainerServiceStopRequest\x1a\'.streamrl.v1.TrainerServiceStopResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,25 +36,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRAINERSERVICEGETSTATUSREQUEST']._serialized_start=42
   _globals['_TRAINERSERVICEGETSTATUSREQUEST']._serialized_end=74
   _globals['_TRAINERSERVICEGETSTATUSRESPONSE']._serialized_start=77
-  _globals['_TRAINERSERVICEGETSTATUSRESPONSE']._serialized_end=407
-  _globals['_TRAINERSERVICEGETSTATUSRESPONSE_METRICSENTRY']._serialized_start=361
-  _globals['_TRAINERSERVICEGETSTATUSRESPONSE_METRICSENTRY']._serialized_end=407
-  _globals['_TRAINERSERVICEPAUSEREQUEST']._serialized_start=409
-  _globals['_TRAINERSERVICEPAUSEREQUEST']._serialized_end=454
-  _globals['_TRAINERSERVICEPAUSERESPONSE']._serialized_start=456
-  _globals['_TRAINERSERVICEPAUSERESPONSE']._serialized_end=485
-  _globals['_TRAINERSERVICERESUMEREQUEST']._serialized_start=487
-  _globals['_TRAINERSERVICERESUMEREQUEST']._serialized_end=516
-  _globals['_TRAINERSERVICERESUMERESPONSE']._serialized_start=518
-  _globals['_TRAINERSERVICERESUMERESPONSE']._serialized_end=548
-  _globals['_TRAINERSERVICECHECKPOINTREQUEST']._serialized_start=550
-  _globals['_TRAINERSERVICECHECKPOINTREQUEST']._serialized_end=583
-  _globals['_TRAINERSERVICECHECKPOINTRESPONSE']._serialized_start=585
-  _globals['_TRAINERSERVICECHECKPOINTRESPONSE']._serialized_end=619
-  _globals['_TRAINERSERVICESTOPREQUEST']._serialized_start=621
-  _globals['_TRAINERSERVICESTOPREQUEST']._serialized_end=648
-  _globals['_TRAINERSERVICESTOPRESPONSE']._serialized_start=650
-  _globals['_TRAINERSERVICESTOPRESPONSE']._serialized_end=678
-  _globals['_TRAINERSERVICE']._serialized_start=681
-  _globals['_TRAINERSERVICE']._serialized_end=1184
+  _globals['_TRAINERSERVICEGETSTATUSRESPONSE']._serialized_end=422
+  _globals['_TRAINERSERVICEGETSTATUSRESPONSE_METRICSENTRY']._serialized_start=376
+  _globals['_TRAINERSERVICEGETSTATUSRESPONSE_METRICSENTRY']._serialized_end=422
+  _globals['_TRAINERSERVICEPAUSEREQUEST']._serialized_start=424
+  _globals['_TRAINERSERVICEPAUSEREQUEST']._serialized_end=469
+  _globals['_TRAINERSERVICEPAUSERESPONSE']._serialized_start=471
+  _globals['_TRAINERSERVICEPAUSERESPONSE']._serialized_end=500
+  _globals['_TRAINERSERVICERESUMEREQUEST']._serialized_start=502
+  _globals['_TRAINERSERVICERESUMEREQUEST']._serialized_end=531
+  _globals['_TRAINERSERVICERESUMERESPONSE']._serialized_start=533
+  _globals['_TRAINERSERVICERESUMERESPONSE']._serialized_end=563
+  _globals['_TRAINERSERVICECHECKPOINTREQUEST']._serialized_start=565
+  _globals['_TRAINERSERVICECHECKPOINTREQUEST']._serialized_end=598
+  _globals['_TRAINERSERVICECHECKPOINTRESPONSE']._serialized_start=600
+  _globals['_TRAINERSERVICECHECKPOINTRESPONSE']._serialized_end=634
+  _globals['_TRAINERSERVICESTOPREQUEST']._serialized_start=636
+  _globals['_TRAINERSERVICESTOPREQUEST']._serialized_end=680
+  _globals['_TRAINERSERVICESTOPRESPONSE']._serialized_start=682
+  _globals['_TRAINERSERVICESTOPRESPONSE']._serialized_end=710
+  _globals['_TRAINERSERVICE']._serialized_start=713
+  _globals['_TRAINERSERVICE']._serialized_end=1216
 # @@protoc_insertion_point(module_scope)

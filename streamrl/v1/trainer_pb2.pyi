@@ -56,11 +56,12 @@ class TrainerServiceGetStatusResponse(google.protobuf.message.Message):
     WEIGHT_VERSION_FIELD_NUMBER: builtins.int
     WAITING_ROLLOUTS_FIELD_NUMBER: builtins.int
     METRICS_FIELD_NUMBER: builtins.int
+    NOTES_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     pid: builtins.int
     attempt: builtins.int
     state: builtins.str
-    """starting, evaluating, waiting, training, publishing, paused, stopping or done."""
+    """starting, evaluating, waiting, training, publishing, checkpointing, paused, stopping or done."""
     waits_for: builtins.str
     """A sentence: "waits for rollouts of batch 4: 12 of 256"."""
     iteration: builtins.int
@@ -71,6 +72,10 @@ class TrainerServiceGetStatusResponse(google.protobuf.message.Message):
     @property
     def metrics(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """Newest value of each figure by its metric name, as in MLflow."""
+
+    @property
+    def notes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Sentences that whoever started the run should read, in the order in which they came."""
 
     def __init__(
         self,
@@ -85,8 +90,9 @@ class TrainerServiceGetStatusResponse(google.protobuf.message.Message):
         weight_version: builtins.int = ...,
         waiting_rollouts: builtins.int = ...,
         metrics: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        notes: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "iteration", b"iteration", "metrics", b"metrics", "num_iterations", b"num_iterations", "pid", b"pid", "run_id", b"run_id", "state", b"state", "waiting_rollouts", b"waiting_rollouts", "waits_for", b"waits_for", "weight_version", b"weight_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "iteration", b"iteration", "metrics", b"metrics", "notes", b"notes", "num_iterations", b"num_iterations", "pid", b"pid", "run_id", b"run_id", "state", b"state", "waiting_rollouts", b"waiting_rollouts", "waits_for", b"waits_for", "weight_version", b"weight_version"]) -> None: ...
 
 global___TrainerServiceGetStatusResponse = TrainerServiceGetStatusResponse
 
@@ -169,13 +175,19 @@ global___TrainerServiceCheckpointResponse = TrainerServiceCheckpointResponse
 
 @typing.final
 class TrainerServiceStopRequest(google.protobuf.message.Message):
-    """Nothing to say."""
+    """How much is still to be done."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    AT_ONCE_FIELD_NUMBER: builtins.int
+    at_once: builtins.bool
+    """The iteration that runs is given up too, since what it waits for will not come: the checkpoint is of the one before."""
     def __init__(
         self,
+        *,
+        at_once: builtins.bool = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["at_once", b"at_once"]) -> None: ...
 
 global___TrainerServiceStopRequest = TrainerServiceStopRequest
 

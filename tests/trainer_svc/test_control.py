@@ -14,7 +14,15 @@ def test_a_stop_is_remembered_and_ends_a_pause() -> None:
     waiting.join(20)
     assert not waiting.is_alive()
     assert control.stop_asked()
-    assert not control.stop_asked(since_s=600)
+    assert not control.gives_up_iteration()
+
+
+def test_a_stop_at_once_overtakes_one_that_waits_for_the_iteration() -> None:
+    control = TrainerControl()
+    assert not control.gives_up_iteration()
+    control.ask_stop()
+    control.ask_stop(patience_s=0)
+    assert control.gives_up_iteration()
 
 
 def test_a_pause_ends_by_itself_when_its_lease_does() -> None:

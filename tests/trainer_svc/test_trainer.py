@@ -42,7 +42,7 @@ class Run:
         self.fleet = running.fleet
         run_id = self.fleet.topics.run_id
         settings: dict[str, Any] = {
-            "run": {"id": run_id, "dir": str(folder)},
+            "run": {"id": run_id, "dir": str(folder), "no_progress_s": 60},
             "pipeline": {"mode": "sync"},
             "model": {"path": str(model)},
             "rpc": {"scheduler_address": running.scheduler_address, "weights_address": running.weights_address},
@@ -50,7 +50,7 @@ class Run:
             "generator": {"max_tokens": 6},
             "data": {"train": str(data), "eval": str(data), "prompts_per_batch": 3, "samples_per_prompt": 3},
             "reward": {"functions": {"even_reward:even_tokens": 1.0}},
-            "trainer": {"num_iterations": 3, "learning_rate": 1e-3, "no_progress_s": 60},
+            "trainer": {"num_iterations": 3, "learning_rate": 1e-3},
             "eval": {"num_prompts": 4, "every": 2},
             "mlflow": {"tracking_uri": "off"},
         }
@@ -204,7 +204,7 @@ def test_a_stopped_run_ends_in_order_with_a_checkpoint_and_a_summary(make_run: M
 
 def test_a_run_in_which_nothing_moves_fails_and_says_who_waits_for_whom(make_run: MakeRun, ranks: Ranks) -> None:
     run = make_run(
-        "trainer-stuck", {"fault": lambda key, dispatch: "lose"}, trainer={"no_progress_s": 2}, eval={"every": 0}
+        "trainer-stuck", {"fault": lambda key, dispatch: "lose"}, run={"no_progress_s": 2}, eval={"every": 0}
     )
     with pytest.raises(NoProgressError, match=r"evaluation 0: 0 of 4.*batch 0 waits for an instance"):
         run.train_here(ranks)
