@@ -2,6 +2,8 @@
 
     settings.json           resolved settings, every address final (readable by its owner only: it may hold passwords)
     run.json                who runs it: process ids, addresses, how it ended
+    attempt.json            the number of the last attempt, written before anything of that attempt starts
+    lock                    held by the command that runs it
     logs/NAME.log           output of each process
     services/NAME.error.json   why a service ended
     weights/ checkpoints/ model/ summary.json   written by the services
@@ -10,6 +12,7 @@ Contents of the services' own folders are described where they are written.
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import tempfile
@@ -61,6 +64,9 @@ class RunRecord(_Record):
     error: dict[str, str] | None = None
     """kind and message, when it failed."""
     services: tuple[ServiceRecord, ...] = ()
+    chosen: tuple[str, ...] = ()
+    """Names of settings that the command filled in itself (free ports, its broker's address): the next attempt may
+    have others."""
 
     @field_validator("started_at", "finished_at")
     @classmethod
@@ -86,6 +92,7 @@ class RunFolder:
         self.path = path
         self.settings = path / "settings.json"
         self.record = path / "run.json"
+        self.attempt = path / "attempt.json"
         self.summary = path / "summary.json"
         self.logs = path / "logs"
 
@@ -130,13 +137,54 @@ class RunFolder:
             except FileExistsError:
                 raise self._taken() from None
             self.logs.mkdir(exist_ok=True)
+            self.begin_attempt()
             write_private(self.settings, settings)
             _point_latest_at(self.path)
 
     def _taken(self) -> ValueError:
         return ValueError(
-            f"run {self.path.name} exists already in {self.path}: choose another run.id, or remove that folder"
+            f"run {self.path.name} exists already in {self.path}: take it up again (streamrl resume {self.path.name}), "
+            "choose another run.id, or remove that folder"
         )
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keeps other commands from running this run meanwhile. The kernel lets go of it whatever ends the process.
+
+        Raises:
+            ValueError: another process has it.
+        """
+        with (self.path / "lock").open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"run {self.path.name} is run by another command: see streamrl status") from None
+            yield
+
+    def last_attempt(self) -> int:
+        """The number of the run's last attempt; 0 before the first.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        try:
+            return int(json.loads(self.attempt.read_text())["attempt"])
+        except FileNotFoundError:
+            return 0
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.attempt} is damaged: {error}") from error
+
+    def begin_attempt(self) -> int:
+        """Raises the number of attempts and returns the new one. It is on the disk before this returns: an attempt
+        whose processes may have written anything is never forgotten.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        attempt = self.last_attempt() + 1
+        _replace(self.attempt, json.dumps({"attempt": attempt}), flush=True)
+        return attempt
 
     def write_record(self, record: RunRecord) -> None:
         """Replaces run.json: a reader sees the old one or the new one."""
@@ -239,11 +287,24 @@ def write_private(path: Path, text: str) -> None:
     _replace(path, text, mode=0o600)
 
 
-def _replace(path: Path, text: str, mode: int = 0o644) -> None:
+def _replace(path: Path, text: str, mode: int = 0o644, *, flush: bool = False) -> None:
+    """
+    Args:
+        flush: returns when it would outlive a loss of power too.
+    """
     new = path.with_name(f".{path.name}.{os.getpid()}")
     with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as file:
         file.write(text)
+        if flush:
+            file.flush()
+            os.fsync(file.fileno())
     new.replace(path)
+    if flush:
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def _point_latest_at(path: Path) -> None:

@@ -1,10 +1,14 @@
-"""`streamrl run`: resolve the settings, look before starting, make the run's folder, run, tell how it ended."""
+"""`streamrl run`: resolve the settings, look before starting, make the run's folder, run, tell how it ended.
+
+What it shares with `streamrl resume` (resume.py) is `carry_out` and `tell`.
+"""
 
 import asyncio
 import contextlib
 import logging
 import os
 from argparse import Namespace
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,7 +26,7 @@ from streamrl.command.report import (
     write_json,
     write_line,
 )
-from streamrl.command.resolve import resolve, with_addresses
+from streamrl.command.resolve import chosen_settings, resolve, with_addresses
 from streamrl.command.settings import Settings
 from streamrl.command.settings_text import public_settings, toml_text
 from streamrl.command.stop_signals import StopSignals
@@ -47,14 +51,36 @@ def run(arguments: Namespace) -> int:
     if arguments.dry_run:
         return _dry_run(settings, as_json=arguments.json)
     signals = StopSignals()
-    display = open_display(settings.generator.num_instances)
-    with contextlib.closing(display):
-        outcome = _run(settings, folder, display, signals, arguments.config)
-    return _tell(outcome, settings, folder, as_json=arguments.json)
+    with contextlib.ExitStack() as stack:
+        display = stack.enter_context(contextlib.closing(open_display(settings.generator.num_instances)))
+
+        def create(settings: Settings, record: RunRecord) -> Settings:
+            folder.create(record, settings.model_dump_json(indent=2))
+            stack.enter_context(folder.lock())
+            return settings
+
+        display.step(f"run {settings.run.id}: checking")
+        outcome = carry_out(settings, folder, display, signals, str(arguments.config), create)
+    return tell(outcome, settings, folder, as_json=arguments.json)
 
 
-def _run(settings: Settings, folder: RunFolder, display: Display, signals: StopSignals, config: Path) -> Outcome:
-    display.step(f"run {settings.run.id}: checking")
+Begin = Callable[[Settings, RunRecord], Settings]
+"""Makes the folder ready for an attempt with these settings and this record; returns the settings that it wrote."""
+
+
+def carry_out(
+    settings: Settings, folder: RunFolder, display: Display, signals: StopSignals, config: str, begin: Begin
+) -> Outcome:
+    """Looks before starting, fills in the addresses, starts the broker, begins, and runs to the end.
+
+    Args:
+        config: the settings file that the run was started with.
+
+    Raises:
+        ValueError: bad input, found before anything was written.
+        StreamRLError: the broker does not answer.
+    """
+    asked = settings
     check_addresses(settings)
     check_memory(settings)
     with ThreadPoolExecutor(1) as waiter:
@@ -68,8 +94,8 @@ def _run(settings: Settings, folder: RunFolder, display: Display, signals: StopS
         if not settings.kafka.bootstrap_servers:
             broker = stack.enter_context(EmbeddedBroker.start(folder.log("broker")))
             settings = settings.model_copy(update={"kafka": broker.settings(settings.kafka)})
-        record = _first_record(settings, config, broker)
-        folder.create(record, settings.model_dump_json(indent=2))
+        record = _first_record(settings, config, broker, chosen_settings(asked, settings))
+        settings = begin(settings, record)
         _log_to(folder.log("run"), settings.run.log_level)
         if broker is not None:
             try:
@@ -81,13 +107,15 @@ def _run(settings: Settings, folder: RunFolder, display: Display, signals: StopS
         return asyncio.run(conduct(settings, folder, record, display, broker, signals))
 
 
-def _first_record(settings: Settings, config: Path, broker: EmbeddedBroker | None) -> RunRecord:
+def _first_record(settings: Settings, config: str, broker: EmbeddedBroker | None, chosen: tuple[str, ...]) -> RunRecord:
     me = ProcessIdentity.of(os.getpid())
     assert me is not None
     services: tuple[ServiceRecord, ...] = ()
     if broker is not None and (process := ProcessIdentity.of(broker.process.pid)) is not None:
         services = (ServiceRecord(service="broker", instance="broker", process=process, address=broker.address),)
-    return RunRecord(run_id=settings.run.id, config=str(config), process=me, started_at=now_text(), services=services)
+    return RunRecord(
+        run_id=settings.run.id, config=config, process=me, started_at=now_text(), services=services, chosen=chosen
+    )
 
 
 def _log_to(log: Path, level: str) -> None:
@@ -97,7 +125,12 @@ def _log_to(log: Path, level: str) -> None:
     logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
-def _tell(outcome: Outcome, settings: Settings, folder: RunFolder, *, as_json: bool) -> int:
+def tell(outcome: Outcome, settings: Settings, folder: RunFolder, *, as_json: bool) -> int:
+    """Says how a run ended.
+
+    Returns:
+        The exit code.
+    """
     if outcome.error is not None:
         return tell_failure(outcome.error, as_json=as_json, run_id=settings.run.id)
     if outcome.summary is not None:
