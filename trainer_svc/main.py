@@ -1,6 +1,7 @@
 """Entry point of trainer_svc: gRPC on this thread's event loop, training in a thread of its own.
 
-Rank 0 is the service. The other ranks are copies of this process that follow it and speak to nobody else.
+Rank 0 is the service. The other ranks are copies of this process that follow it and speak to nobody else; on another
+machine than rank 0's the first of them answers health checks, since whatever started it there may ask.
 """
 
 import asyncio
@@ -9,6 +10,8 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+
+from grpc_health.v1 import health
 
 from streamrl import service
 from streamrl.rpc.server import Server
@@ -29,6 +32,9 @@ async def serve(settings: TrainerSettings, instance: str, stop: asyncio.Event) -
         ValueError: what the settings name cannot be used.
     """
     control = TrainerControl()
+    if "RANK" not in os.environ and os.environ.get("NODE_RANK", "0") != "0":
+        await _lead_node(settings, control, instance)
+        return
     if os.environ.get("RANK", "0") != "0":
         # Rank 0 says when to stop, and this process dies with it.
         await _in_thread(_train, settings, control, instance)
@@ -51,6 +57,16 @@ async def serve(settings: TrainerSettings, instance: str, stop: asyncio.Event) -
         await _in_thread(_train, settings, control, instance)
     finally:
         stopping.cancel()
+        await server.stop()
+
+
+async def _lead_node(settings: TrainerSettings, control: TrainerControl, instance: str) -> None:
+    server = Server(health.SERVICE_NAME, lambda _grpc_server: None)
+    await server.serve(settings.rpc.trainer_address)
+    try:
+        # Rank 0 says when to stop: this process ends when that one does.
+        await _in_thread(_train, settings, control, instance)
+    finally:
         await server.stop()
 
 

@@ -1,8 +1,10 @@
-"""The trainer's ranks: starting several on one host, joining those of an outside launcher, and bytes between them.
+"""The trainer's ranks: starting several on each machine, joining those of other machines, and bytes between them.
 
-Without a launcher, rank 0's process starts the others as copies of its own command and ends them; under torchrun (or
-anything else that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT) each process joins as the rank it was
-given. What travels between ranks is bytes and safetensors, never pickles. Gradients and weights travel by DeepSpeed.
+The process that is started on a machine leads that machine's ranks: it starts the others as copies of its own command
+and ends them. With several machines something outside starts one such process on each and tells it by NODE_RANK,
+MASTER_ADDR and MASTER_PORT which machine it is and where rank 0 is to be met. Under torchrun (or anything else that
+sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT) each process joins as the rank it was given. What
+travels between ranks is bytes and safetensors, never pickles. Gradients and weights travel by DeepSpeed.
 """
 
 import contextlib
@@ -29,8 +31,10 @@ _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """Longest that a rank waits for the others inside one collective; rank 0 speaks far more often than that."""
 _START_CHECK_S = 0.2
 """Between looks at whether ranks that have not come yet still live."""
+_START_WORD_S = 30.0
+"""Between words about ranks that have not come yet."""
 _END_GRACE_S = 30.0
-"""Time that the other ranks have to end after rank 0 is done."""
+"""Time that the other ranks have to end after the one that leads them is done."""
 _REAP_S = 5.0
 """A connection to a dead rank breaks a moment before the kernel reports its exit."""
 
@@ -74,6 +78,37 @@ def launched_place(environment: Mapping[str, str]) -> Place | None:
             f"RANK is set, so WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT must be too: {error}; "
             "unset RANK to let the trainer start its ranks itself"
         ) from error
+
+
+def leading_place(environment: Mapping[str, str], num_ranks: int, num_nodes: int) -> Place:
+    """The place of the process that starts the ranks of its machine: the first of them.
+
+    Args:
+        environment: has NODE_RANK (0 to num_nodes - 1), MASTER_ADDR and MASTER_PORT when there are several machines.
+        num_ranks: over all machines, as many on each.
+        num_nodes: machines.
+
+    Raises:
+        ValueError: with several machines one of these variables is missing or no such number.
+    """
+    if num_nodes == 1:
+        return Place(rank=0, world_size=num_ranks, local_rank=0, master_address=_LOOPBACK, master_port=0)
+    try:
+        node, address, port = int(environment["NODE_RANK"]), environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"trainer.num_nodes is {num_nodes}, so each machine's trainer must be told by NODE_RANK, MASTER_ADDR and "
+            f"MASTER_PORT which one it is and where the first one is met: {error}; set them, or trainer.num_nodes to 1"
+        ) from error
+    if not 0 <= node < num_nodes:
+        raise ValueError(f"NODE_RANK is {node}: expected 0 to {num_nodes - 1}, since trainer.num_nodes is {num_nodes}")
+    return Place(
+        rank=node * (num_ranks // num_nodes),
+        world_size=num_ranks,
+        local_rank=0,
+        master_address=address,
+        master_port=port,
+    )
 
 
 class Ranks:
@@ -134,7 +169,7 @@ class Ranks:
 
     def check(self) -> None:
         """Raises ServiceDiedError when a rank that this process started has ended. Not collective, costs nothing."""
-        for rank, child in enumerate(self._children, start=1):
+        for rank, child in enumerate(self._children, start=self.rank + 1):
             if child.poll() is not None:
                 raise ServiceDiedError(f"trainer rank {rank} (pid {child.pid}) ended with exit code {child.returncode}")
 
@@ -158,26 +193,30 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def join_ranks(num_ranks: int, command: Sequence[str], environment: Mapping[str, str]) -> Iterator[Ranks]:
+def join_ranks(
+    num_ranks: int, command: Sequence[str], environment: Mapping[str, str], *, num_nodes: int = 1
+) -> Iterator[Ranks]:
     """This process's place among the ranks, with torch.distributed ready, until the block ends.
 
-    Without RANK in the environment this process becomes rank 0 and starts ranks 1 to num_ranks - 1; when the block ends
-    without an error they have 30 s to end too, and with one they are killed. Whichever dies, the others follow: the
-    started ones by the kernel's parent-death signal, rank 0 at its next word to them. Call it from the main thread.
+    Without RANK in the environment this process leads its machine's ranks (`leading_place`) and starts the others of
+    them; when the block ends without an error they have 30 s to end too, and with one they are killed. Whichever dies,
+    the others follow: the started ones by the kernel's parent-death signal, rank 0 at its next word to them, those of
+    other machines when their connection to it breaks. Call it from the main thread.
 
     Args:
         num_ranks: at least 1; with an outside launcher it must be the launcher's WORLD_SIZE.
         command: what starts this same program, for the other ranks.
         environment: os.environ of this process.
+        num_nodes: machines that the ranks are spread over, as many on each.
 
     Raises:
-        ValueError: the launcher's world size is another.
-        ServiceDiedError: a rank ended while others still worked, or with an error.
+        ValueError: the launcher's world size is another, or this machine does not know its place among several.
+        ServiceDiedError: a rank did not come, or ended while others still worked, or with an error.
     """
     launched = launched_place(environment)
     if launched is not None:
         lifetime.die_with_parent()
-    place = launched or Place(rank=0, world_size=num_ranks, local_rank=0, master_address=_LOOPBACK, master_port=0)
+    place = launched or leading_place(environment, num_ranks, num_nodes)
     if place.world_size != num_ranks:
         raise ValueError(f"trainer.num_ranks is {num_ranks}, but the launcher started {place.world_size} ranks")
     store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -188,17 +227,20 @@ def join_ranks(num_ranks: int, command: Sequence[str], environment: Mapping[str,
         wait_for_workers=False,
         timeout=_COLLECTIVE_TIMEOUT,
     )
-    children = _start_others(command, environment, num_ranks, store.port) if launched is None else []
+    children = (
+        _start_others(command, environment, place, num_ranks // num_nodes, store.port) if launched is None else []
+    )
     ranks = Ranks(place.rank, place.world_size, children)
     try:
         launch_store = PrefixStore(f"trainer{place.launch}", store)
-        if children:
+        launch_store.set(_started(place.rank), "")
+        if launched is None:
             _await_start(ranks, launch_store)
-        else:
-            launch_store.set(f"started-{place.rank}", "")
         _init_process_group(place, launch_store)
         yield ranks
-        _await_end(children)
+        _await_end(place.rank, children)
+        if launched is None and num_nodes > 1:
+            _await_end_of_nodes(place.rank, num_ranks, num_nodes, launch_store)
     except RuntimeError as error:
         ranks._explain(error)
         raise
@@ -211,29 +253,41 @@ def join_ranks(num_ranks: int, command: Sequence[str], environment: Mapping[str,
 
 
 def _start_others(
-    command: Sequence[str], environment: Mapping[str, str], num_ranks: int, port: int
+    command: Sequence[str], environment: Mapping[str, str], leader: Place, ranks_on_node: int, port: int
 ) -> list["subprocess.Popen[bytes]"]:
     children = []
-    for rank in range(1, num_ranks):
+    for local_rank in range(1, ranks_on_node):
+        rank = leader.rank + local_rank
         place = {
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(num_ranks),
-            "MASTER_ADDR": _LOOPBACK,
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(leader.world_size),
+            "MASTER_ADDR": leader.master_address,
             "MASTER_PORT": str(port),
         }
         # Nothing to save, and a collective without rank 0 does not end: killed at once.
         child = lifetime.spawn(command, env={**environment, **place}, with_signal=signal.SIGKILL)
-        logger.info("rank %d of %d: pid %d", rank, num_ranks, child.pid)
+        logger.info("rank %d of %d: pid %d", rank, leader.world_size, child.pid)
         children.append(child)
     return children
 
 
+def _started(rank: int) -> str:
+    return f"started-{rank}"
+
+
 def _await_start(ranks: Ranks, store: Store) -> None:
-    """Waits until all others have come; one that ended on its way must not be waited for."""
-    started = [f"started-{rank}" for rank in range(1, ranks.world_size)]
-    while not store.check(started):
+    """Waits until all others have come; one of this machine that ended on its way must not be waited for."""
+    begun = told = time.monotonic()
+    missing = list(range(ranks.world_size))
+    while missing := [rank for rank in missing if not store.check([_started(rank)])]:
         ranks.check()
+        now = time.monotonic()
+        if now - begun > _COLLECTIVE_TIMEOUT.total_seconds():
+            raise ServiceDiedError(f"trainer ranks {missing} did not come within {_COLLECTIVE_TIMEOUT}")
+        if now - told > _START_WORD_S:
+            logger.warning("waiting for trainer ranks %s of %d", missing, ranks.world_size)
+            told = now
         time.sleep(_START_CHECK_S)
 
 
@@ -253,11 +307,26 @@ def _init_process_group(place: Place, store: Store) -> None:
     )
 
 
-def _await_end(children: Sequence["subprocess.Popen[bytes]"]) -> None:
-    for rank, child in enumerate(children, start=1):
+def _await_end(leader_rank: int, children: Sequence["subprocess.Popen[bytes]"]) -> None:
+    for rank, child in enumerate(children, start=leader_rank + 1):
         try:
             code = child.wait(_END_GRACE_S)
         except subprocess.TimeoutExpired:
-            raise ServiceDiedError(f"trainer rank {rank} did not end within {_END_GRACE_S:.0f} s of rank 0") from None
+            raise ServiceDiedError(
+                f"trainer rank {rank} did not end within {_END_GRACE_S:.0f} s of rank {leader_rank}"
+            ) from None
         if code != 0:
             raise ServiceDiedError(f"trainer rank {rank} ended with exit code {code}")
+
+
+def _await_end_of_nodes(leader_rank: int, num_ranks: int, num_nodes: int, store: Store) -> None:
+    """Rank 0, whose process hosts the store, leaves last."""
+    ended = [f"ended-{rank}" for rank in range(0, num_ranks, num_ranks // num_nodes)]
+    store.set(f"ended-{leader_rank}", "")
+    if leader_rank == 0:
+        try:
+            store.wait(ended, timedelta(seconds=_END_GRACE_S))
+        except RuntimeError as error:
+            raise ServiceDiedError(
+                f"the trainer's ranks on other machines did not end within {_END_GRACE_S:.0f} s of rank 0"
+            ) from error

@@ -43,9 +43,9 @@ class TrainerSection(Section):
     """Processes that train together, one a GPU. They are started on this machine, unless a launcher such as torchrun
     started this process as one of them."""
     num_nodes: PositiveInt = 1
-    """Machines that the ranks are spread over, as many on each. With several, start `streamrl serve trainer` on every one
-    of them, with NODE_RANK (0 on the one that trains and speaks for all), MASTER_ADDR and MASTER_PORT (where that one is
-    met) in its environment, and with one `run.dir` that all of them see."""
+    """Machines that the ranks are spread over, as many on each. With several, start `streamrl serve trainer` on every
+    one, with NODE_RANK (0 where rank 0 is, which speaks for all), MASTER_ADDR and MASTER_PORT (where rank 0 is met) in
+    its environment, and with one `run.dir` that all of them see."""
     num_threads: PositiveInt = 1
     """CPU threads of each rank."""
     saturation_tokens: PositiveInt = 16384

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from trainer_svc.ranks import Place, Ranks, launched_place
+from streamrl.command.ports import free_port
+from trainer_svc.ranks import Place, Ranks, launched_place, leading_place
 
 _REPOSITORY = Path(__file__).parents[2]
 _LIMIT_S = 90.0
 
 
-def _program(folder: Path, body: str, num_ranks: int = 2) -> Path:
+def _program(folder: Path, body: str, num_ranks: int = 2, num_nodes: int = 1) -> Path:
     """A program that runs `body` on every rank; `folder` is where ranks leave files."""
     path = folder / "program.py"
     path.write_text(
@@ -29,7 +30,7 @@ def _program(folder: Path, body: str, num_ranks: int = 2) -> Path:
             from trainer_svc.ranks import join_ranks
 
             folder = Path({str(folder)!r})
-            with join_ranks({num_ranks}, [sys.executable, __file__], os.environ) as ranks:
+            with join_ranks({num_ranks}, [sys.executable, __file__], os.environ, num_nodes={num_nodes}) as ranks:
                 (folder / f"pid-{{ranks.rank}}").write_text(str(os.getpid()))
             """
         )
@@ -39,7 +40,7 @@ def _program(folder: Path, body: str, num_ranks: int = 2) -> Path:
 
 
 def _environment() -> dict[str, str]:
-    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
     inherited = {name: value for name, value in os.environ.items() if name not in launcher}
     return {**inherited, "OMP_NUM_THREADS": "1"}
 
@@ -47,6 +48,13 @@ def _environment() -> dict[str, str]:
 def _run(program: Path) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, program], env=_environment(), capture_output=True, text=True, timeout=_LIMIT_S, check=False
+    )
+
+
+def _start_node(program: Path, node_rank: int, port: int) -> "subprocess.Popen[str]":
+    place = {"NODE_RANK": str(node_rank), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    return subprocess.Popen(
+        [sys.executable, program], env={**_environment(), **place}, stderr=subprocess.PIPE, text=True
     )
 
 
@@ -157,6 +165,69 @@ def test_ranks_of_an_outside_launcher_join_as_they_were_told(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     assert {path.name for path in tmp_path.glob("done-*")} == {"done-0", "done-1"}
+
+
+def test_ranks_of_two_machines_meet_whichever_comes_first(tmp_path):
+    program = _program(
+        tmp_path,
+        """
+        assert ranks.broadcast_bytes(b"hello" if ranks.rank == 0 else None) == b"hello"
+        assert ranks.gather_bytes(str(ranks.rank).encode()) == [b"0", b"1", b"2", b"3"]
+        (folder / f"done-{ranks.rank}-{os.environ['LOCAL_RANK']}").touch()
+        """,
+        num_ranks=4,
+        num_nodes=2,
+    )
+    port = free_port("127.0.0.1", set())
+    nodes = [_start_node(program, node_rank, port) for node_rank in (1, 0)]
+    outputs = [node.communicate(timeout=_LIMIT_S)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert {path.name for path in tmp_path.glob("done-*")} == {"done-0-0", "done-1-1", "done-2-0", "done-3-1"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed_rank", [0, 2, 3])
+def test_a_rank_that_dies_ends_those_of_every_machine(tmp_path, killed_rank):
+    program = _program(
+        tmp_path,
+        f"""
+        ranks.barrier()
+        if ranks.rank == {killed_rank}:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while True:
+            ranks.broadcast_bytes(b"nothing yet" if ranks.rank == 0 else None)
+            time.sleep(0.05)
+        """,
+        num_ranks=4,
+        num_nodes=2,
+    )
+    port = free_port("127.0.0.1", set())
+    nodes = [_start_node(program, node_rank, port) for node_rank in (0, 1)]
+    outputs = [node.communicate(timeout=_LIMIT_S)[1] for node in nodes]
+    assert all(node.returncode != 0 for node in nodes), outputs
+    assert "ServiceDiedError" in "".join(outputs)
+    pids = [int(path.read_text()) for path in tmp_path.glob("pid-*")]
+    deadline = time.monotonic() + 10
+    while any(map(_lives, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(map(_lives, pids))
+
+
+def test_the_first_process_of_a_machine_leads_its_ranks():
+    environment = {"NODE_RANK": "1", "MASTER_ADDR": "trainer-0.trainer", "MASTER_PORT": "29500"}
+    assert leading_place(environment, 16, 2) == Place(8, 16, 0, "trainer-0.trainer", 29500)
+    assert leading_place({}, 16, 1) == Place(0, 16, 0, "127.0.0.1", 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"NODE_RANK": None}, "NODE_RANK"), ({"MASTER_PORT": "many"}, "many"), ({"NODE_RANK": "2"}, "expected 0 to 1")],
+)
+def test_a_machine_that_does_not_know_its_place_among_several_is_refused(change, reason):
+    environment = {"NODE_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    broken = {name: value for name, value in {**environment, **change}.items() if value is not None}
+    with pytest.raises(ValueError, match=reason):
+        leading_place(broken, 16, 2)
 
 
 def test_without_a_launcher_there_is_no_place():

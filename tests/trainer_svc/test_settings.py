@@ -15,6 +15,7 @@ from trainer_svc.settings import TrainerSettings
         ({"trainer": {"zero_stage": 4}}, "zero_stage"),
         ({"data": {"samples_per_prompt": 1}}, "data.samples_per_prompt is 1: grpo compares .* needs 2 or more"),
         ({"trainer": {"num_ranks": 300}}, "fewer than trainer.num_ranks"),
+        ({"trainer": {"num_ranks": 3, "num_nodes": 2}}, r"num_ranks \(3\) cannot be spread evenly"),
         ({"generator": {"max_tokens": 2_000_000}}, "kafka.max_message_bytes"),
         ({"generator": {"top_p": 0.9}}, "generator.top_p is 0.9"),
         ({"generator": {"max_tokens": 60, "max_model_len": 60}}, "leaves no room for a prompt"),
