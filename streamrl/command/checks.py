@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 import psutil
 
 from streamrl import lifetime
+from streamrl.command.broker import check_embedded
 from streamrl.command.memory_needs import MemoryNeeds, memory_needs
 from streamrl.command.ports import why_not_listen
 from streamrl.command.settings import Settings
@@ -58,9 +59,17 @@ def check_addresses(settings: Settings) -> None:
 
 
 def check_broker(settings: Settings) -> None:
-    """Raises BrokerUnavailableError when the cluster that the settings name does not answer."""
+    """Looks for the cluster that the settings name, or for what the embedded broker needs.
+
+    Raises:
+        ValueError: this machine has no embedded broker.
+        BrokerUnavailableError: the cluster does not answer.
+        RefusedError: it does not know us.
+    """
     if settings.kafka.bootstrap_servers:
         Connection(settings.kafka, client_id="streamrl-command").check(BROKER_TIMEOUT_S)
+    else:
+        check_embedded(settings.kafka)
 
 
 def check_memory(settings: Settings) -> MemoryNeeds | None:

@@ -10,7 +10,7 @@ import pytest
 from confluent_kafka.admin import AdminClient
 
 from streamrl import lifetime
-from streamrl.command.broker import EmbeddedBroker
+from streamrl.command.broker import BrokerLaunch, EmbeddedBroker
 from streamrl.errors import BrokerUnavailableError
 from streamrl.kafka.connection import Connection
 from streamrl.settings import KafkaSection
@@ -22,7 +22,7 @@ def test_a_started_broker_answers_metadata_requests(kafka_settings: KafkaSection
 
 
 def test_a_stopped_broker_is_gone_and_its_port_free(tmp_path: Path) -> None:
-    with EmbeddedBroker.start(tmp_path / "broker.log") as broker:
+    with EmbeddedBroker.start(KafkaSection(), data=tmp_path, log=tmp_path / "broker.log") as broker:
         broker.wait_ready()
     assert broker.process.returncode is not None
     with pytest.raises(BrokerUnavailableError, match="no Kafka broker answers"):
@@ -30,16 +30,18 @@ def test_a_stopped_broker_is_gone_and_its_port_free(tmp_path: Path) -> None:
 
 
 def test_a_broker_that_ends_while_it_starts_says_why(tmp_path: Path) -> None:
-    log = tmp_path / "broker.log"
-    process = lifetime.spawn(["sh", "-c", "echo no memory left >&2; exit 3"], log=log)
+    command = ("sh", "-c", "echo no memory left >&2; exit 3")
+    launch = BrokerLaunch(command, "127.0.0.1:1", is_durable=False, ready_timeout_s=15)
     with pytest.raises(BrokerUnavailableError, match=r"ended with code 3[\s\S]*no memory left"):
-        EmbeddedBroker(process, "127.0.0.1:1", log).wait_ready()
+        EmbeddedBroker(launch, tmp_path / "broker.log").wait_ready()
 
 
 def test_a_broker_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
     program = (
         "import sys, time; from pathlib import Path; from streamrl.command.broker import EmbeddedBroker\n"
-        "broker = EmbeddedBroker.start(Path(sys.argv[1])); print(broker.process.pid, flush=True); time.sleep(60)"
+        "from streamrl.settings import KafkaSection; log = Path(sys.argv[1])\n"
+        "broker = EmbeddedBroker.start(KafkaSection(), data=log.parent, log=log)\n"
+        "print(broker.process.pid, flush=True); time.sleep(60)"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path / "broker.log")], stdout=subprocess.PIPE, text=True
