@@ -30,7 +30,6 @@ SERVICE_NAME = "streamrl.v1.GeneratorService"
 
 EngineMaker = Callable[[GeneratorSettings, str, ModelLimits, WeightSource], Engine]
 
-_BROKER_DEADLINE_S = 10.0
 _CLOSE_PRODUCER_S = 2.0
 
 
@@ -76,7 +75,7 @@ async def _start(
     ending.callback(preloader.shutdown, wait=False)
     preloaded = asyncio.get_running_loop().run_in_executor(preloader, engines.preload, settings, instance)
     connection = Connection(settings.kafka, instance)
-    await asyncio.to_thread(connection.check, min(settings.rpc.deadline_s, _BROKER_DEADLINE_S))
+    await asyncio.to_thread(connection.check)
     topics = Topics(settings.run.id)
     await asyncio.to_thread(
         create_topics, connection, topics, settings.scheduler.max_instances, names=topics.of_generation_site

@@ -34,7 +34,7 @@ async def serve(settings: SchedulerSettings, instance: str, stop: asyncio.Event)
     if settings.rpc.weights_address.endswith(":0"):
         raise ValueError(f"rpc.weights_address is {settings.rpc.weights_address}: expected the port of a weights_svc")
     connection = Connection(settings.kafka, instance)
-    await asyncio.to_thread(connection.check, settings.rpc.deadline_s)
+    await asyncio.to_thread(connection.check)
     topics = Topics(settings.run.id)
     await asyncio.to_thread(create_topics, connection, topics, settings.scheduler.max_instances)
 

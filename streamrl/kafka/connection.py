@@ -2,15 +2,20 @@
 
 import logging
 import threading
-from typing import Any
+import time
+from typing import Any, NoReturn
 
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient
 
 from streamrl.errors import BrokerUnavailableError
+from streamrl.kafka.outage import TRANSIENT
 from streamrl.settings import KafkaSection
 
 logger = logging.getLogger(__name__)
+
+_RETRY_S = 0.5
+_LEAST_TIMEOUT_S = 0.1
 
 
 class Connection:
@@ -27,6 +32,7 @@ class Connection:
         self._client_id = client_id
         self._lock = threading.Lock()
         self._last_error = ""
+        self._num_errors = 0
 
     def client_config(self, **extra: Any) -> dict[str, Any]:
         """librdkafka's configuration: ours, then the user's `kafka.client`, then the caller's."""
@@ -47,25 +53,46 @@ class Connection:
         with self._lock:
             return f" ({self._last_error})" if self._last_error else ""
 
-    def check(self, timeout_s: float) -> None:
-        """Asks the cluster for its metadata.
+    @property
+    def num_errors(self) -> int:
+        """How often the error callback has spoken, of any client: a connection broke, or could not be made."""
+        with self._lock:
+            return self._num_errors
+
+    def check(self, timeout_s: float | None = None) -> None:
+        """Asks the cluster for its metadata until it answers.
+
+        Args:
+            timeout_s: None: `kafka.patience_s`.
 
         Raises:
             BrokerUnavailableError: no answer within `timeout_s`.
         """
+        timeout_s = self.settings.patience_s if timeout_s is None else timeout_s
+        deadline_s = time.monotonic() + timeout_s
         admin = AdminClient(self.client_config())
-        try:
-            admin.list_topics(timeout=timeout_s)
-        except KafkaException as error:
-            raise BrokerUnavailableError(
-                f"no Kafka broker answers at {self.settings.bootstrap_servers} within {timeout_s:g} s: "
-                f"{error.args[0].str()}{self.explain()}. Check kafka.bootstrap_servers and kafka.client, or leave "
-                f"kafka.bootstrap_servers empty for the embedded broker."
-            ) from error
+        while True:
+            try:
+                admin.list_topics(timeout=max(deadline_s - time.monotonic(), _LEAST_TIMEOUT_S))
+                return
+            except KafkaException as error:
+                if error.args[0].code() in TRANSIENT and time.monotonic() + _RETRY_S < deadline_s:
+                    logger.info("the broker is asked again: %s%s", error.args[0].str(), self.explain())
+                    time.sleep(_RETRY_S)
+                    continue
+                self._raise_unavailable(error, timeout_s)
+
+    def _raise_unavailable(self, error: KafkaException, timeout_s: float) -> NoReturn:
+        raise BrokerUnavailableError(
+            f"no Kafka broker answers at {self.settings.bootstrap_servers} within {timeout_s:g} s: "
+            f"{error.args[0].str()}{self.explain()}. Check kafka.bootstrap_servers and kafka.client, or leave "
+            f"kafka.bootstrap_servers empty for the embedded broker."
+        ) from error
 
     def _on_error(self, error: KafkaError) -> None:
         with self._lock:
             self._last_error = error.str()
+            self._num_errors += 1
         logger.log(logging.ERROR if error.fatal() else logging.WARNING, "Kafka: %s", error.str())
 
 

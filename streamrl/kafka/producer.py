@@ -33,7 +33,7 @@ class RecordProducer:
                     "compression.type": settings.compression,
                     "message.max.bytes": settings.max_message_bytes,
                     "linger.ms": 2,
-                    "delivery.timeout.ms": int(settings.delivery_timeout_s * 1000),
+                    "delivery.timeout.ms": int(settings.patience_s * 1000),
                 }
             )
         )

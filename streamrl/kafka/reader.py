@@ -2,18 +2,21 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from streamrl.errors import BrokerUnavailableError
 from streamrl.kafka.connection import Connection
 from streamrl.kafka.offset_sequence import OffsetSequence
+from streamrl.kafka.outage import TRANSIENT, Outage
 
 logger = logging.getLogger(__name__)
 
 _BATCH = 500
+_ANSWER_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,8 @@ class RecordReader:
         """
         self._connection = connection
         self._topic = topic
+        self._outage = Outage(connection.settings.patience_s)
+        self._errors_before = connection.num_errors
         first = {partition: offset or 0 for partition, offset in positions.items()}
         self._sequence = OffsetSequence(first)
         self._consumer = Consumer(
@@ -69,12 +74,15 @@ class RecordReader:
         holes.
 
         Raises:
-            BrokerUnavailableError: the broker reported an error that does not heal by itself.
+            BrokerUnavailableError: the broker reported an error that does not heal by itself, or has been away for
+                `kafka.patience_s`.
         """
         # consume() waits for a full batch or its whole timeout: wait for one record, then take what is there.
         first = self._consumer.consume(1, timeout_s)
         if not first:
+            self._check_outage()
             return []
+        self._outage.over()
         messages = first + self._consumer.consume(_BATCH, 0)
         records = [
             record
@@ -91,6 +99,25 @@ class RecordReader:
         """Ends the reader."""
         self._consumer.close()
 
+    def _check_outage(self) -> None:
+        """Nothing was read: is that because the broker is away?"""
+        if (errors := self._connection.num_errors) != self._errors_before:
+            self._errors_before = errors
+            self._outage.noticed(time.monotonic())
+        if self._outage.exhausts_patience(self._broker_answers, time.monotonic()):
+            raise BrokerUnavailableError(
+                f"no broker answers for topic {self._topic} since {self._connection.settings.patience_s:g} s "
+                f"(kafka.patience_s){self._connection.explain()}"
+            )
+
+    def _broker_answers(self) -> bool:
+        try:
+            self._consumer.list_topics(self._topic, timeout=_ANSWER_TIMEOUT_S)
+        except KafkaException as error:
+            logger.info("%s: the broker does not answer yet: %s", self._topic, error.args[0].str())
+            return False
+        return True
+
     def _checked(self, message: Message) -> Record | None:
         """The one place where a message's error is looked at."""
         error = message.error()
@@ -104,23 +131,14 @@ class RecordReader:
             )
         if error.code() == KafkaError._PARTITION_EOF:
             return None
-        if error.retriable() or error.code() in _HEALING:
+        if error.retriable() or error.code() in TRANSIENT | _NOT_YET:
             logger.warning("%s: %s; reading goes on", message.topic(), error.str())
             return None
         raise BrokerUnavailableError(f"reading {message.topic()} failed: {error.str()}{self._connection.explain()}")
 
 
-_HEALING = frozenset(
-    {
-        KafkaError._ALL_BROKERS_DOWN,
-        KafkaError._TRANSPORT,
-        KafkaError._RESOLVE,
-        KafkaError._TIMED_OUT,
-        KafkaError.UNKNOWN_TOPIC_OR_PART,
-        KafkaError._UNKNOWN_TOPIC,
-        KafkaError._UNKNOWN_PARTITION,
-    }
-)
+_NOT_YET = frozenset({KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION})
+"""Of a topic that was made a moment ago."""
 
 
 class ReaderThread:

@@ -1,7 +1,8 @@
 """The topics of a run: their names, and how they are made."""
 
 import logging
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from confluent_kafka import KafkaError, KafkaException
@@ -9,10 +10,12 @@ from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-def
 
 from streamrl.errors import BrokerUnavailableError
 from streamrl.kafka.connection import Connection
+from streamrl.kafka.outage import TRANSIENT
 
 logger = logging.getLogger(__name__)
 
 _CREATE_TIMEOUT_S = 30.0
+_RETRY_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -81,18 +84,35 @@ def create_topics(
         "retention.bytes": str(settings.retention_bytes),
         "max.message.bytes": str(settings.max_message_bytes),
     }
+    wanted = [
+        NewTopic(name, num_partitions=count, replication_factor=settings.replication_factor, config=config)
+        for name, count in partitions.items()
+        if names is None or name in names
+    ]
     admin = AdminClient(connection.client_config())
+    created: list[str] = []
+    deadline_s = time.monotonic() + settings.patience_s
+    while (refused := _create(admin, wanted, created, deadline_s - time.monotonic())) is not None:
+        name, error = refused
+        if error.code() not in TRANSIENT or time.monotonic() + _RETRY_S > deadline_s:
+            raise BrokerUnavailableError(f"topic {name} could not be created: {error.str()}{connection.explain()}")
+        logger.info("topics are asked for again: %s", error.str())
+        time.sleep(_RETRY_S)
+    return created
+
+
+def _create(
+    admin: AdminClient, wanted: Sequence[NewTopic], created: list[str], timeout_s: float
+) -> tuple[str, KafkaError] | None:
+    """Asks for topics, and adds those that were made to `created`.
+
+    Returns:
+        A topic that could not be made, and why; None: all are there.
+    """
+    timeout_s = min(max(timeout_s, _RETRY_S), _CREATE_TIMEOUT_S)
     # The client must outlive the futures it returned.
-    futures = admin.create_topics(
-        [
-            NewTopic(name, num_partitions=count, replication_factor=settings.replication_factor, config=config)
-            for name, count in partitions.items()
-            if names is None or name in names
-        ],
-        operation_timeout=_CREATE_TIMEOUT_S,
-        request_timeout=_CREATE_TIMEOUT_S,
-    )
-    created = []
+    futures = admin.create_topics(list(wanted), operation_timeout=timeout_s, request_timeout=timeout_s)
+    refused: tuple[str, KafkaError] | None = None
     for name, future in futures.items():
         try:
             future.result()
@@ -100,7 +120,5 @@ def create_topics(
             logger.info("topic %s created", name)
         except KafkaException as error:
             if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
-                raise BrokerUnavailableError(
-                    f"topic {name} could not be created: {error.args[0].str()}{connection.explain()}"
-                ) from error
-    return created
+                refused = name, error.args[0]
+    return refused

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 import uuid
 
 import pytest
@@ -128,12 +129,26 @@ def nobody(kafka_settings: KafkaSection) -> KafkaSection:
     """An address at which nothing listens."""
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
-    return kafka_settings.model_copy(update={"bootstrap_servers": f"127.0.0.1:{port}", "delivery_timeout_s": 1.0})
+    return kafka_settings.model_copy(update={"bootstrap_servers": f"127.0.0.1:{port}", "patience_s": 1.0})
 
 
 def test_an_unreachable_broker_is_named_with_what_to_do(nobody: KafkaSection) -> None:
     with pytest.raises(BrokerUnavailableError, match=rf"{nobody.bootstrap_servers}.*kafka.bootstrap_servers"):
         Connection(nobody, "test").check(timeout_s=2)
+
+
+def test_a_reader_gives_a_broker_up_that_stays_away(nobody: KafkaSection) -> None:
+    reader = RecordReader(Connection(nobody, "test"), "streamrl.test.rollouts", {0: None})
+    deadline = time.monotonic() + 20
+    with pytest.raises(BrokerUnavailableError, match=r"no broker answers .*kafka\.patience_s"):
+        while time.monotonic() < deadline:
+            reader.read(timeout_s=0.2)
+    reader.close()
+
+
+def test_topics_are_asked_for_until_patience_is_over(nobody: KafkaSection) -> None:
+    with pytest.raises(BrokerUnavailableError, match="could not be created"):
+        create_topics(Connection(nobody, "test"), Topics("test"), max_instances=1)
 
 
 def test_a_record_that_cannot_be_delivered_is_never_lost_in_silence(nobody: KafkaSection) -> None:
