@@ -41,7 +41,6 @@ from trainer_svc.train_loop import LoopSettings, Parts, TrainLoop
 
 logger = logging.getLogger(__name__)
 
-_BROKER_ANSWERS_S = 15.0
 _CLOSE_LOG_S = 300.0
 _CLOSE_LOG_IN_HASTE_S = 15.0
 """When a run was stopped or has failed, somebody waits for this process to end."""
@@ -109,7 +108,7 @@ def _assemble(
     """
     run, trainer = settings.run, settings.trainer
     connection, topics = Connection(settings.kafka, instance), Topics(run.id)
-    connection.check(_BROKER_ANSWERS_S)
+    connection.check()
     create_topics(connection, topics, settings.scheduler.max_instances)
     producer = stack.enter_context(RecordProducer(connection))
     dead_letters = DeadLetters(producer, topics.dead_letters, service="trainer_svc", attempt=run.attempt)
