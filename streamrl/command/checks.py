@@ -4,6 +4,7 @@ Nothing of the run is written or started here. What settings say about each othe
 """
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from tempfile import TemporaryDirectory
 import psutil
 
 from streamrl import lifetime
+from streamrl.command.accelerators import gpu_shares, visible_gpus
 from streamrl.command.broker import check_embedded
 from streamrl.command.memory_needs import MemoryNeeds, memory_needs
 from streamrl.command.ports import why_not_listen
@@ -27,7 +29,7 @@ NOT_CHECKED_OFFLINE = (
     "whether the ports are free",
     "whether the broker of kafka.bootstrap_servers answers",
     "whether a model with a hub name can be downloaded",
-    "whether the model fits into the accelerators' memory",
+    "whether there are accelerators enough, and whether the model fits into their memory",
 )
 """What a dry run leaves out."""
 
@@ -35,7 +37,6 @@ _ADDRESSES = ("trainer_address", "scheduler_address", "weights_address", "genera
 # Services whose --check looks at files and functions that the settings name.
 _CHECKED_SERVICES = ("trainer", "generator")
 _SERVICE_TIMEOUT_S = 60.0
-_GPU_DEVICE = Path("/dev/nvidiactl")
 
 
 def check_addresses(settings: Settings) -> None:
@@ -80,12 +81,17 @@ def check_memory(settings: Settings) -> MemoryNeeds | None:
     """
     needs = memory_needs(settings)
     available = psutil.virtual_memory().total
-    if needs is not None and needs.total > available and not _GPU_DEVICE.exists():
+    if needs is not None and needs.total > available and not visible_gpus(os.environ):
         raise ValueError(
             f"the run needs about {needs}, and this machine has {available / 1024**3:.1f} GiB: take a smaller model, "
             "fewer generator.num_instances, or a smaller generator.kv_cache_gib"
         )
     return needs
+
+
+def check_accelerators(settings: Settings) -> None:
+    """Raises ValueError when this machine has GPUs, but too few of them."""
+    gpu_shares(settings, visible_gpus(os.environ))
 
 
 def check_services(settings: Settings) -> None:

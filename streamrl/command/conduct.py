@@ -5,9 +5,11 @@ It decides nothing about learning: the trainer says when the run is over.
 
 import asyncio
 import logging
+import os
 from dataclasses import dataclass
 from typing import Any
 
+from streamrl.command.accelerators import gpu_shares, visible_gpus
 from streamrl.command.broker import EmbeddedBroker
 from streamrl.command.child_process import ChildProcess
 from streamrl.command.display import Display
@@ -89,7 +91,11 @@ class _Conductor:
         async with Observer(run.id, run.attempt, rpc.trainer_address, rpc.scheduler_address) as observer:
             supervisor = Supervisor(
                 self._folder,
-                service_launches(self._folder.settings, self._settings.generator.num_instances),
+                service_launches(
+                    self._folder.settings,
+                    self._settings.generator.num_instances,
+                    gpu_shares(self._settings, visible_gpus(os.environ)),
+                ),
                 max_restarts=run.max_restarts,
                 on_generator_death=observer.report_death,
                 on_change=lambda sentence: self._note(supervisor, sentence),

@@ -12,8 +12,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from streamrl.command.broker import EmbeddedBroker
-from streamrl.command.checks import NOT_CHECKED_OFFLINE, check_addresses, check_broker, check_memory, check_services
+from streamrl.command.broker import EmbeddedBroker, check_embedded
+from streamrl.command.checks import (
+    NOT_CHECKED_OFFLINE,
+    check_accelerators,
+    check_addresses,
+    check_broker,
+    check_memory,
+    check_services,
+)
 from streamrl.command.conduct import Outcome, conduct
 from streamrl.command.display import Display, open_display, show_summary
 from streamrl.command.report import (
@@ -82,6 +89,7 @@ def carry_out(
     """
     asked = settings
     check_addresses(settings)
+    check_accelerators(settings)
     check_memory(settings)
     with ThreadPoolExecutor(1) as waiter:
         # A broker that does not answer is waited for beside the services' checks, which need this thread.
@@ -92,7 +100,9 @@ def carry_out(
     with contextlib.ExitStack() as stack:
         broker: EmbeddedBroker | None = None
         if not settings.kafka.bootstrap_servers:
-            broker = stack.enter_context(EmbeddedBroker.start(folder.log("broker")))
+            broker = stack.enter_context(
+                EmbeddedBroker.start(settings.kafka, data=folder.path / "kafka", log=folder.log("broker"))
+            )
             settings = settings.model_copy(update={"kafka": broker.settings(settings.kafka)})
         record = _first_record(settings, config, broker, chosen_settings(asked, settings))
         settings = begin(settings, record)
@@ -153,6 +163,8 @@ def tell(outcome: Outcome, settings: Settings, folder: RunFolder, *, as_json: bo
 def _dry_run(settings: Settings, *, as_json: bool) -> int:
     """Checks what can be checked without broker, hub, network or accelerator, and shows the resolved settings."""
     needs = check_memory(settings)
+    if not settings.kafka.bootstrap_servers:
+        check_embedded(settings.kafka)
     check_services(settings)
     if as_json:
         write_json(

@@ -5,11 +5,12 @@ What to do when one ends is decided in restart_policy.py.
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from streamrl import lifetime
@@ -34,6 +35,8 @@ class Launch:
     instance: str
     """Its name in the run."""
     command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Over this process's own."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +49,25 @@ class RunningProcess:
     restarts: int
 
 
-def service_launches(settings_file: Path, num_generators: int) -> list[Launch]:
-    """All services of a run on one machine."""
+def service_launches(
+    settings_file: Path, num_generators: int, environments: Mapping[str, Mapping[str, str]]
+) -> list[Launch]:
+    """All services of a run on one machine.
+
+    Args:
+        environments: by instance name; those without one inherit this process's.
+    """
     names = [("weights", "weights"), ("scheduler", "scheduler"), ("trainer", "trainer")]
     names += [("generator", f"generator-{index}") for index in range(num_generators)]
-    return [Launch(service, instance, service_command(service, instance, settings_file)) for service, instance in names]
+    return [
+        Launch(
+            service,
+            instance,
+            service_command(service, instance, settings_file),
+            environments.get(instance, {}),
+        )
+        for service, instance in names
+    ]
 
 
 def service_command(service: str, instance: str, settings_file: Path) -> tuple[str, ...]:
@@ -182,7 +199,12 @@ class Supervisor:
             await asyncio.sleep(decision.delay_s)
 
     def _start(self, launch: Launch) -> ChildProcess:
-        process = lifetime.spawn(launch.command, log=self._folder.log(launch.instance), with_signal=signal.SIGTERM)
+        process = lifetime.spawn(
+            launch.command,
+            log=self._folder.log(launch.instance),
+            env={**os.environ, **launch.environment},
+            with_signal=signal.SIGTERM,
+        )
         child = ChildProcess(process)
         self._children[launch.instance] = child
         logger.info("%s started (pid %d)", launch.instance, process.pid)

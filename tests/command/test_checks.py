@@ -1,6 +1,5 @@
 """What is looked at before a run starts."""
 
-from pathlib import Path
 
 import pytest
 
@@ -45,12 +44,12 @@ def test_a_broker_that_does_not_answer_is_refused(monkeypatch: pytest.MonkeyPatc
         checks.check_broker(_settings(kafka={"bootstrap_servers": "127.0.0.1:9"}))
 
 
-def test_a_run_that_needs_more_memory_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_run_that_needs_more_memory_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     too_much = MemoryNeeds(num_parameters=10**12, trainer=16 * 10**12, generators=10**12)
     monkeypatch.setattr(checks, "memory_needs", lambda _settings: too_much)
-    monkeypatch.setattr(checks, "_GPU_DEVICE", tmp_path / "none")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ValueError, match=r"the run needs about 15832\.5 GiB"):
         checks.check_memory(_settings())
     # With a GPU most of it is not in this memory.
-    monkeypatch.setattr(checks, "_GPU_DEVICE", tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert checks.check_memory(_settings()) == too_much

@@ -1,0 +1,53 @@
+"""Which of this machine's GPUs each service of a run gets: the trainer the first ones, then each instance its own.
+
+In mode colocated both stages share them. A machine without GPUs trains on its CPUs.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from streamrl.command.settings import Settings
+
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+
+
+def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
+    """The GPUs that this process may use, as CUDA names them.
+
+    Args:
+        environment: CUDA_VISIBLE_DEVICES in it, a list of names, comes before what the machine has.
+        devices: the folder of device files; a container sees only those that it was given.
+    """
+    if VISIBLE_GPUS in environment:
+        return [name for part in environment[VISIBLE_GPUS].split(",") if (name := part.strip())]
+    count = sum(1 for file in devices.glob("nvidia*") if file.name.removeprefix("nvidia").isdigit())
+    return [str(index) for index in range(count)]
+
+
+def gpu_shares(settings: Settings, gpus: Sequence[str]) -> dict[str, dict[str, str]]:
+    """For each process of a run by its instance name, the environment that shows it its GPUs.
+
+    Args:
+        gpus: all that the run may use; none: nothing is assigned.
+
+    Raises:
+        ValueError: they are too few.
+    """
+    if not gpus:
+        return {}
+    num_ranks, width = settings.trainer.num_ranks, settings.generator.tensor_parallel_size
+    shared = settings.pipeline.mode == "colocated"
+    first = 0 if shared else num_ranks
+    needed = max(num_ranks, first + settings.generator.num_instances * width)
+    if needed > len(gpus):
+        raise ValueError(
+            f"the run needs {needed} GPUs (trainer.num_ranks {num_ranks}, and generator.num_instances "
+            f"{settings.generator.num_instances} of generator.tensor_parallel_size {width}"
+            f"{', which share them' if shared else ''}), and {len(gpus)} are visible: lower these, or change "
+            f"{VISIBLE_GPUS}"
+        )
+    shares = {"trainer": gpus[:num_ranks], "scheduler": [], "weights": []}
+    for index in range(settings.generator.num_instances):
+        begin = first + index * width
+        shares[f"generator-{index}"] = gpus[begin : begin + width]
+    return {instance: {VISIBLE_GPUS: ",".join(share)} for instance, share in shares.items()}
