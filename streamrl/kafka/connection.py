@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient
 
-from streamrl.errors import BrokerUnavailableError
+from streamrl.errors import BrokerUnavailableError, RefusedError
 from streamrl.kafka.outage import TRANSIENT
 from streamrl.settings import KafkaSection
 
@@ -16,6 +16,10 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
 _LEAST_TIMEOUT_S = 0.1
+_FIRST_WAIT_S = 1.0
+"""A refusal is seen between two questions: the first waits come short, and double."""
+_REFUSALS = frozenset({KafkaError._AUTHENTICATION, KafkaError._SSL})
+"""Codes of failures that no waiting heals."""
 
 
 class Connection:
@@ -32,6 +36,7 @@ class Connection:
         self._client_id = client_id
         self._lock = threading.Lock()
         self._last_error = ""
+        self._refusal = ""
         self._num_errors = 0
 
     def client_config(self, **extra: Any) -> dict[str, Any]:
@@ -66,21 +71,36 @@ class Connection:
             timeout_s: None: `kafka.patience_s`.
 
         Raises:
+            RefusedError: it does not take our password or certificate, or we not its.
             BrokerUnavailableError: no answer within `timeout_s`.
         """
         timeout_s = self.settings.patience_s if timeout_s is None else timeout_s
         deadline_s = time.monotonic() + timeout_s
         admin = AdminClient(self.client_config())
+        wait_s = _FIRST_WAIT_S
         while True:
             try:
-                admin.list_topics(timeout=max(deadline_s - time.monotonic(), _LEAST_TIMEOUT_S))
+                admin.list_topics(timeout=max(min(wait_s, deadline_s - time.monotonic()), _LEAST_TIMEOUT_S))
                 return
             except KafkaException as error:
-                if error.args[0].code() in TRANSIENT and time.monotonic() + _RETRY_S < deadline_s:
-                    logger.info("the broker is asked again: %s%s", error.args[0].str(), self.explain())
-                    time.sleep(_RETRY_S)
-                    continue
-                self._raise_unavailable(error, timeout_s)
+                # Only now are the client's callbacks called.
+                admin.poll(0)
+                self._raise_refusal(error)
+                if error.args[0].code() not in TRANSIENT or time.monotonic() + _RETRY_S > deadline_s:
+                    self._raise_unavailable(error, timeout_s)
+                logger.info("the broker is asked again: %s%s", error.args[0].str(), self.explain())
+                time.sleep(_RETRY_S)
+                wait_s *= 2
+
+    def _raise_refusal(self, error: KafkaException) -> None:
+        with self._lock:
+            refusal = self._refusal
+        if refusal:
+            raise RefusedError(
+                f"the Kafka cluster at {self.settings.bootstrap_servers} refuses us, or we it: {refusal}. Check "
+                "sasl.username, sasl.password and sasl.mechanism, or ssl.ca.location and the broker's certificate, "
+                "under kafka.client"
+            ) from error
 
     def _raise_unavailable(self, error: KafkaException, timeout_s: float) -> NoReturn:
         raise BrokerUnavailableError(
@@ -91,8 +111,12 @@ class Connection:
 
     def _on_error(self, error: KafkaError) -> None:
         with self._lock:
-            self._last_error = error.str()
             self._num_errors += 1
+            if error.code() != KafkaError._ALL_BROKERS_DOWN or not self._last_error:
+                # That all are down says less than why the last of them is.
+                self._last_error = error.str()
+            if error.code() in _REFUSALS:
+                self._refusal = error.str()
         logger.log(logging.ERROR if error.fatal() else logging.WARNING, "Kafka: %s", error.str())
 
 

@@ -47,28 +47,14 @@ def release(kafka_download: KafkaDownload, tmp_path: Path) -> Path:
 
 
 @pytest.mark.kafka
-def test_a_killed_node_of_a_release_has_its_records_when_it_is_started_again(release: Path, tmp_path: Path) -> None:
+def test_the_node_that_follows_a_killed_one_finds_its_topics_whatever_its_port(release: Path, tmp_path: Path) -> None:
     settings, data, log = KafkaSection(embedded="apache", home=str(release)), tmp_path / "kafka", tmp_path / "log"
-    with EmbeddedBroker.start(settings, data=data, log=log) as broker:
-        broker.wait_ready()
-        assert broker.is_durable
-        write(broker, b"kept")
-        broker.process.kill()
-        broker.process.wait()
-        broker.start_again()
-        broker.wait_ready()
-        assert read(broker) == [b"kept"]
-
-
-@pytest.mark.kafka
-def test_a_later_process_at_another_port_finds_the_topics_of_the_first(
-    kafka_download: KafkaDownload, tmp_path: Path
-) -> None:
-    settings = KafkaSection(embedded="apache", home=str(kafka_download.home))
-    data, log = tmp_path / "kafka", tmp_path / "log"
     with EmbeddedBroker.start(settings, data=data, log=log) as first:
         first.wait_ready()
+        assert first.is_durable
         write(first, b"kept")
+        first.process.kill()
+        first.process.wait()
     with EmbeddedBroker.start(settings, data=data, log=log) as second:
         second.wait_ready()
         assert read(second) == [b"kept"]

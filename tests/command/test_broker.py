@@ -29,6 +29,18 @@ def test_a_stopped_broker_is_gone_and_its_port_free(tmp_path: Path) -> None:
         Connection(broker.settings(KafkaSection()), "test").check(0.5)
 
 
+def test_a_dead_broker_is_started_again_at_its_address(tmp_path: Path) -> None:
+    with EmbeddedBroker.start(KafkaSection(), data=tmp_path, log=tmp_path / "broker.log") as broker:
+        broker.wait_ready()
+        dead = broker.process
+        dead.kill()
+        dead.wait()
+        broker.start_again()
+        broker.wait_ready()
+        assert broker.process.pid != dead.pid
+        Connection(broker.settings(KafkaSection()), "test").check(5)
+
+
 def test_a_broker_that_ends_while_it_starts_says_why(tmp_path: Path) -> None:
     command = ("sh", "-c", "echo no memory left >&2; exit 3")
     launch = BrokerLaunch(command, "127.0.0.1:1", is_durable=False, ready_timeout_s=15)
