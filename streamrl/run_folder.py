@@ -236,6 +236,14 @@ class RunFolder:
             return None
         return {"kind": str(error["kind"]), "message": str(error["message"])}
 
+    def read_newer_attempt(self, instance: str) -> int:
+        """The attempt of the run that a service met when it was refused as one of an earlier; 0: that was not why it
+        ended, or it is not known."""
+        try:
+            return int(json.loads(self.error_file(instance).read_text()).get("current_attempt", 0))
+        except (FileNotFoundError, json.JSONDecodeError):
+            return 0
+
 
 def find_run(run: str | None, runs: Path) -> RunFolder:
     """The folder of a run.

@@ -4,6 +4,7 @@ It speaks the services' contract with the command (arguments, exit codes, error 
 does no work. The environment variable STUB says, by instance, how it behaves:
     check_s         seconds that --check takes
     check_error     --check refuses with this message
+    met_attempt     it is refused as long as it is of an earlier attempt than this
     exit_code       it ends with this code, with `error` in its error file
     after_s         seconds before it does so (0: before it registers)
     deaf            it never notices SIGTERM
@@ -57,6 +58,10 @@ async def _serve(service: str, instance: str, settings: dict[str, Any], folder: 
     if behaviour.get("child"):
         child = await asyncio.create_subprocess_exec("sleep", "1000")
         (folder / "services" / f"{instance}.child").write_text(str(child.pid))
+    if settings["run"]["attempt"] < behaviour.get("met_attempt", 0):
+        report = {"kind": "StaleAttemptError", "message": "too old", "current_attempt": behaviour["met_attempt"]}
+        (folder / "services" / f"{instance}.error.json").write_text(json.dumps(report))
+        return 1
     if "exit_code" in behaviour and not behaviour.get("after_s"):
         return _end(instance, folder, behaviour)
     if service == "trainer":
