@@ -281,11 +281,20 @@ def test_a_version_that_is_forgotten_by_a_resumed_run_admits_no_more() -> None:
     assert _samples(scene.advance()) == _keys(4)
 
 
-def test_records_of_an_earlier_attempt_are_refused_and_counted() -> None:
+def test_prompts_that_an_earlier_attempt_wrote_are_passed_over() -> None:
     scene = Scene(attempt=2).ready()
     scene.record(attempt=1, batch_end=BatchEnd(purpose=PURPOSE_TRAIN, batch=0, num_groups=1))
-    assert scene.ledger.refused == 1
     assert not scene.ledger.samples.batches
+
+
+def test_a_version_that_an_earlier_attempt_published_starts_nothing() -> None:
+    scene = Scene(attempt=2).ready()
+    scene.batch(4)
+    scene.ledger.announce(6, attempt=1)
+    assert scene.advance() == []
+    assert scene.ledger.newest_weight_version is None
+    scene.version(3)
+    assert _samples(scene.advance()) == _keys(4)
 
 
 def test_a_record_or_version_of_a_later_attempt_ends_this_process() -> None:
