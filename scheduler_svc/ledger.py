@@ -13,7 +13,7 @@ from scheduler_svc.batches import Batch, Sample
 from scheduler_svc.registry import Life, Registry
 from scheduler_svc.samples import SampleBook
 from scheduler_svc.settings import SchedulerSettings
-from streamrl.errors import RecordError, RefusedError, StaleAttemptError
+from streamrl.errors import RecordError, RefusedError, StaleAttemptError, UnavailableError
 from streamrl.identity import BatchKey, SampleKey, sample_seed
 from streamrl.planning.dispatch import InstanceLoad, Piece, named_policy, plan
 from streamrl.v1.records_pb2 import Assignment, PromptRecord, SampleDraw
@@ -130,7 +130,8 @@ class Ledger:
         """
         Raises:
             RefusedError: a call of another run.
-            StaleAttemptError: a call of another life of the run.
+            StaleAttemptError: a call of an earlier life of the run.
+            UnavailableError: a call of a later one, whose prompts will tell this process to make way.
         """
         run = self.settings.run
         if run_id != run.id:
@@ -140,8 +141,7 @@ class Ledger:
             message = f"a call of attempt {attempt}, and the run is in attempt {run.attempt}"
             raise StaleAttemptError(message, run.attempt)
         if attempt > run.attempt:
-            message = f"a call of attempt {attempt} reached a scheduler of attempt {run.attempt}"
-            raise StaleAttemptError(message, attempt)
+            raise UnavailableError(f"a call of attempt {attempt} reached a scheduler of attempt {run.attempt}")
 
     def register(self, request: RegisterRequest, now: float) -> RegisterResponse:
         """Begins a life of an instance; an earlier one is superseded, and has lost what it had.

@@ -9,7 +9,7 @@ import pytest
 from scheduler_svc.fleet_view import fleet_view, waits
 from scheduler_svc.ledger import Ledger
 from scheduler_svc.settings import SchedulerSection, SchedulerSettings
-from streamrl.errors import RecordError, RefusedError, StaleAttemptError
+from streamrl.errors import RecordError, RefusedError, StaleAttemptError, UnavailableError
 from streamrl.identity import PURPOSE_EVALUATION, PURPOSE_TRAIN, BatchKey, SampleKey, sample_seed
 from streamrl.settings import PipelineSection, RunSection, SamplingView
 from streamrl.v1.records_pb2 import Assignment, BatchEnd, Prompt, PromptRecord, RunEnd
@@ -445,9 +445,12 @@ def test_calls_of_another_run_or_attempt_are_refused() -> None:
     scene = Scene(attempt=2)
     with pytest.raises(RefusedError, match="run 'other' reached the scheduler of run 'run'"):
         scene.register(run_id="other")
-    for attempt in (1, 3):
-        with pytest.raises(StaleAttemptError):
-            scene.register(attempt=attempt)
+    with pytest.raises(StaleAttemptError) as refusal:
+        scene.register(attempt=1)
+    assert refusal.value.current_attempt == 2
+    # This scheduler is the one that is late: whoever called tries again until it has made way.
+    with pytest.raises(UnavailableError):
+        scene.register(attempt=3)
     assert scene.ledger.refused == 1
 
 
