@@ -2,7 +2,8 @@
 
 Everything here is a sum that nobody has divided yet. Sums of micro-batches add up to the sum of the batch however it
 was cut; the division by the batch's count happens once an optimizer step, in trainer_svc/policy.py. What a sample
-weighs in the sum and in the count is its `Aggregation`. How advantages come about is trainer_svc/advantages.py.
+weighs in the sum and in the count is its `Aggregation`. How advantages come about is trainer_svc/advantages.py; what
+makes an algorithm of the two, trainer_svc/algorithms.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -92,29 +93,74 @@ def token_logprobs(logits: Tensor, targets: Tensor, *, temperature: float) -> tu
     return logprobs.view(shape), entropies.view(shape)
 
 
-def grpo_token_loss(logprobs: Tensor, behaviour_logprobs: Tensor, advantages: Tensor, clip: float) -> Tensor:
-    """The clipped surrogate, -min(r A, clip(r, 1 - c, 1 + c) A), a token (PPO, Schulman et al. 2017, Eq 7).
+@dataclass(frozen=True)
+class ClipRange:
+    """Ratios from 1 - low to 1 + high are left alone."""
 
-    The ratio r is against the distribution that drew the token, whatever version that was: it corrects for staleness
-    and for numerical mismatch at once, and the clip truncates it.
+    low: float
+    high: float
 
-    Args:
-        logprobs: (...), differentiable, of the current weights.
-        behaviour_logprobs: (...), as the generator sent them.
-        advantages: (...).
-        clip: c, above 0.
+    def __call__(self, ratio: Tensor) -> Tensor:
+        return ratio.clamp(1 - self.low, 1 + self.high)
 
-    Returns:
-        (...), the loss of each token.
+
+def token_ratio(logprobs: Tensor, behaviour_logprobs: Tensor, trained: Tensor) -> Tensor:
+    """How much likelier each token has become, (samples, tokens)."""
+    del trained
+    return _exp(logprobs - behaviour_logprobs)
+
+
+def sequence_mean_ratio(logprobs: Tensor, behaviour_logprobs: Tensor, trained: Tensor) -> Tensor:
+    """How much likelier a sample has become, to the power of 1 / its length: the geometric mean of its tokens' ratios
+    (GSPO, Zheng et al. 2025, Eq 7). (samples, 1)."""
+    difference = (logprobs - behaviour_logprobs) * trained
+    return _exp(difference.sum(-1, keepdim=True) / trained.sum(-1, keepdim=True).clamp_min(1))
+
+
+def sequence_ratio(logprobs: Tensor, behaviour_logprobs: Tensor, trained: Tensor) -> Tensor:
+    """How much likelier a sample has become: the product of its tokens' ratios. (samples, 1)."""
+    return _exp(((logprobs - behaviour_logprobs) * trained).sum(-1, keepdim=True))
+
+
+def clipped_surrogate(ratio: Tensor, logprobs: Tensor, advantages: Tensor, clip: ClipRange) -> Tensor:
+    """-min(r A, clip(r) A) (PPO, Schulman et al. 2017, Eq 7; with a higher upper bound DAPO, Yu et al. 2025, Eq 8)."""
+    return -torch.minimum(ratio * advantages, clip(ratio) * advantages).expand_as(logprobs)
+
+
+def clipped_weight(ratio: Tensor, logprobs: Tensor, advantages: Tensor, clip: ClipRange) -> Tensor:
+    """-sg(clip(r)) A ln pi: no token loses its gradient, its weight alone is limited (CISPO, MiniMax-M1 2025, Eq 4)."""
+    return -clip(ratio.detach()) * advantages * logprobs
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """A policy loss: what the ratio is of, and what becomes of it.
+
+    The ratio is against the distribution that drew the tokens, whatever version that was: it corrects for staleness and
+    for numerical mismatch at once, and the clip truncates it.
     """
-    ratio = (logprobs - behaviour_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
-    return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
+
+    ratio: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """Of (log-probs, the generator's, whether a token is trained), each (samples, tokens); the result broadcasts to
+    them."""
+    loss: Callable[[Tensor, Tensor, Tensor, ClipRange], Tensor]
+    """Of (ratio, log-probs, advantages (samples, 1), clip); (samples, tokens)."""
+    clips_gradient: bool
+    """Whether a ratio outside the range has no gradient when it has moved in the wanted direction."""
 
 
-TokenLoss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-
-TOKEN_LOSSES: Mapping[str, TokenLoss] = {"grpo": grpo_token_loss}
+SURROGATES: Mapping[str, Surrogate] = {
+    "grpo": Surrogate(token_ratio, clipped_surrogate, clips_gradient=True),
+    "dr_grpo": Surrogate(token_ratio, clipped_surrogate, clips_gradient=True),
+    "rloo": Surrogate(sequence_ratio, clipped_surrogate, clips_gradient=True),
+    "gspo": Surrogate(sequence_mean_ratio, clipped_surrogate, clips_gradient=True),
+    "cispo": Surrogate(token_ratio, clipped_weight, clips_gradient=False),
+}
 """By `trainer.algorithm`."""
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
 
 
 def approximate_kl(logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
@@ -125,7 +171,7 @@ def approximate_kl(logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
 
 
 def policy_loss(
-    token_loss: TokenLoss,
+    surrogate: Surrogate,
     logprobs: Tensor,
     entropies: Tensor,
     behaviour_logprobs: Tensor,
@@ -133,7 +179,7 @@ def policy_loss(
     weights: Tensor,
     own_version: Tensor,
     *,
-    clip: float,
+    clip: ClipRange,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The un-normalised loss of a micro-batch and what is worth knowing of its tokens.
 
@@ -150,13 +196,15 @@ def policy_loss(
     trained = weights > 0
     # A padded position holds whatever the model says there: its difference must not reach exp, where 0 * inf is nan.
     logprobs = torch.where(trained, logprobs, behaviour_logprobs)
-    losses = token_loss(logprobs, behaviour_logprobs, advantages[:, None], clip)
-    loss = (losses * weights).sum()
+    ratio = surrogate.ratio(logprobs, behaviour_logprobs, trained)
+    loss = (surrogate.loss(ratio, logprobs, advantages[:, None], clip) * weights).sum()
     with torch.no_grad():
         difference = logprobs - behaviour_logprobs
-        ratio = difference.exp()
-        sign = advantages[:, None].sign()
-        clipped = trained & (((ratio > 1 + clip) & (sign > 0)) | ((ratio < 1 - clip) & (sign < 0)))
+        above, below = ratio > 1 + clip.high, ratio < 1 - clip.low
+        if surrogate.clips_gradient:
+            sign = advantages[:, None].sign()
+            above, below = above & (sign > 0), below & (sign < 0)
+        clipped = trained & (above | below)
         own = trained & own_version
         absolute = difference.abs()
         own_absolute = absolute * own
@@ -187,10 +235,22 @@ class Aggregation:
     count: Callable[[int], float]
 
 
-AGGREGATIONS: Mapping[str, Aggregation] = {
-    # Every token of the batch weighs the same (DAPO, Yu et al. 2025, Eq 8).
-    "token_mean": Aggregation(token_weight=lambda _num_tokens: 1.0, count=float),
-    # Every sample weighs the same: the mean over samples of the mean over tokens (GRPO, Shao et al. 2024, Eq 3).
-    "sequence_mean": Aggregation(token_weight=lambda num_tokens: 1.0 / num_tokens, count=lambda _num_tokens: 1.0),
-}
+AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum")
 """By `trainer.loss_aggregation`."""
+
+
+def aggregation_of(name: str, max_tokens: int) -> Aggregation:
+    """The aggregation of a name in `AGGREGATIONS`.
+
+    Args:
+        max_tokens: longest answer: the constant that sums over sequences are divided by.
+    """
+    return {
+        # Every token of the batch weighs the same (DAPO, Yu et al. 2025, Eq 8).
+        "token_mean": Aggregation(token_weight=lambda _num_tokens: 1.0, count=float),
+        # Every sample weighs the same: the mean over samples of the mean over tokens (GRPO, Shao et al. 2024, Eq 3).
+        "sequence_mean": Aggregation(token_weight=lambda num_tokens: 1.0 / num_tokens, count=lambda _num_tokens: 1.0),
+        # The mean over samples of the sum over tokens, over a constant: the length of an answer changes nothing in what
+        # a token of it weighs (Dr. GRPO, Liu et al. 2025, section 3.1).
+        "sequence_sum": Aggregation(token_weight=lambda _num_tokens: 1.0 / max_tokens, count=lambda _num_tokens: 1.0),
+    }[name]

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer_svc.losses import MAX_NAMES, SUM_NAMES, TOKEN_LOSSES, policy_loss, token_logprobs
+from trainer_svc.losses import MAX_NAMES, SUM_NAMES, SURROGATES, ClipRange, policy_loss, token_logprobs
 from trainer_svc.microbatches import MicroBatch, empty_micro_batch
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -78,7 +78,7 @@ class Policy:
         *,
         algorithm: str,
         temperature: float,
-        clip: float,
+        clip: ClipRange,
         learning_rate: float,
         warmup_steps: int,
         betas: tuple[float, float],
@@ -92,7 +92,7 @@ class Policy:
 
         Args:
             model: on any device, in any dtype; replaced parameters make other references to it useless.
-            algorithm: a name in `losses.TOKEN_LOSSES`.
+            algorithm: a name in `losses.SURROGATES`.
             temperature: at which answers are drawn.
             clip: of the probability ratio.
             learning_rate: of AdamW, constant after `warmup_steps`.
@@ -103,7 +103,7 @@ class Policy:
             dtype: "float32" or "bfloat16"; bfloat16 keeps float32 master weights and accumulates in float32.
             gradient_checkpointing: computes activations twice instead of keeping them.
         """
-        self._token_loss = TOKEN_LOSSES[algorithm]
+        self._surrogate = SURROGATES[algorithm]
         self._temperature = temperature
         self._clip = clip
         self._learning_rate = learning_rate
@@ -147,7 +147,7 @@ class Policy:
         micro_batch = micro_batch.to(self.device)
         logprobs, entropies = self._answer_logprobs(micro_batch.token_ids, micro_batch.first_target, self._temperature)
         loss, sums, maxima = policy_loss(
-            self._token_loss,
+            self._surrogate,
             logprobs,
             entropies,
             micro_batch.behaviour_logprobs,
@@ -178,7 +178,7 @@ class Policy:
         advantage 0) the gradient is 0, and momentum moves the weights as it would have with those passes.
 
         Args:
-            global_count: the same on every rank: sum of `losses.AGGREGATIONS` counts over all ranks' samples, those of
+            global_count: the same on every rank: sum of `Aggregation` counts over all ranks' samples, those of
                 skipped equal-reward groups included. Above 0.
         """
         if not global_count > 0:

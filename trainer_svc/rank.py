@@ -9,7 +9,7 @@ from streamrl.v1.weights_pb2 import ModelFile
 from trainer_svc.control import StopAskedError, TrainerControl
 from trainer_svc.leader import lead
 from trainer_svc.learner import Learner
-from trainer_svc.losses import AGGREGATIONS
+from trainer_svc.losses import ClipRange, aggregation_of
 from trainer_svc.model_cache import default_cache_folder
 from trainer_svc.models import ModelFiles, resolve_model
 from trainer_svc.policy import Policy
@@ -78,7 +78,7 @@ def train(settings: TrainerSettings, control: TrainerControl, instance: str, ran
     learner = Learner(
         policy,
         ranks,
-        aggregation=AGGREGATIONS[settings.trainer.loss_aggregation],
+        aggregation=aggregation_of(settings.trainer.aggregation, settings.generator.max_tokens),
         micro_batch_tokens=settings.trainer.micro_batch_tokens,
     )
     try:
@@ -99,7 +99,7 @@ def _policy(settings: TrainerSettings, model: ModelFiles) -> Policy:
         model.load_model(),
         algorithm=trainer.algorithm,
         temperature=settings.generator.temperature,
-        clip=trainer.clip_ratio,
+        clip=ClipRange(*trainer.clip_range),
         learning_rate=trainer.learning_rate,
         warmup_steps=trainer.warmup_steps,
         betas=trainer.betas,
