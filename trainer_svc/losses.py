@@ -19,10 +19,22 @@ _CHUNK_ELEMENTS = 1 << 22
 _MAX_LOG_RATIO = 20.0
 """Log-ratios are limited to this before exp: e^20 is far outside any clip range, and stays finite in float32."""
 
-SUM_NAMES = ("loss", "num_tokens", "clipped", "kl", "entropy", "abs_diff", "num_own_tokens", "own_abs_diff")
+SUM_NAMES = (
+    "loss",
+    "num_tokens",
+    "clipped",
+    "kl",
+    "entropy",
+    "importance",
+    "importance_squared",
+    "abs_diff",
+    "num_own_tokens",
+    "own_abs_diff",
+)
 """Sums over trainable tokens that `policy_loss` returns beside the loss, in this order.
 
-`loss` is weighted by the aggregation, the others count each token once. `abs_diff` is |log-prob difference| between
+`loss` is weighted by the aggregation, the others count each token once. `importance` is how much likelier the trainer
+finds a token than the generator did. `abs_diff` is |log-prob difference| between
 trainer and generator; the `own` ones are over tokens that the generator drew under the very version being trained,
 where any difference is numerical mismatch rather than staleness.
 """
@@ -104,22 +116,22 @@ class ClipRange:
         return ratio.clamp(1 - self.low, 1 + self.high)
 
 
-def token_ratio(logprobs: Tensor, behaviour_logprobs: Tensor, trained: Tensor) -> Tensor:
+def token_ratio(logprobs: Tensor, old_logprobs: Tensor, trained: Tensor) -> Tensor:
     """How much likelier each token has become, (samples, tokens)."""
     del trained
-    return _exp(logprobs - behaviour_logprobs)
+    return _exp(logprobs - old_logprobs)
 
 
-def sequence_mean_ratio(logprobs: Tensor, behaviour_logprobs: Tensor, trained: Tensor) -> Tensor:
+def sequence_mean_ratio(logprobs: Tensor, old_logprobs: Tensor, trained: Tensor) -> Tensor:
     """How much likelier a sample has become, to the power of 1 / its length: the geometric mean of its tokens' ratios
     (GSPO, Zheng et al. 2025, Eq 7). (samples, 1)."""
-    difference = (logprobs - behaviour_logprobs) * trained
+    difference = (logprobs - old_logprobs) * trained
     return _exp(difference.sum(-1, keepdim=True) / trained.sum(-1, keepdim=True).clamp_min(1))
 
 
-def sequence_ratio(logprobs: Tensor, behaviour_logprobs: Tensor, trained: Tensor) -> Tensor:
+def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, trained: Tensor) -> Tensor:
     """How much likelier a sample has become: the product of its tokens' ratios. (samples, 1)."""
-    return _exp(((logprobs - behaviour_logprobs) * trained).sum(-1, keepdim=True))
+    return _exp(((logprobs - old_logprobs) * trained).sum(-1, keepdim=True))
 
 
 def clipped_surrogate(ratio: Tensor, logprobs: Tensor, advantages: Tensor, clip: ClipRange) -> Tensor:
@@ -134,15 +146,11 @@ def clipped_weight(ratio: Tensor, logprobs: Tensor, advantages: Tensor, clip: Cl
 
 @dataclass(frozen=True)
 class Surrogate:
-    """A policy loss: what the ratio is of, and what becomes of it.
-
-    The ratio is against the distribution that drew the tokens, whatever version that was: it corrects for staleness and
-    for numerical mismatch at once, and the clip truncates it.
-    """
+    """A policy loss: what the ratio is of, and what becomes of it. What it is a ratio to is `OffPolicy`'s affair."""
 
     ratio: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Of (log-probs, the generator's, whether a token is trained), each (samples, tokens); the result broadcasts to
-    them."""
+    """Of (log-probs, those it is a ratio to, whether a token is trained), each (samples, tokens); the result broadcasts
+    to them."""
     loss: Callable[[Tensor, Tensor, Tensor, ClipRange], Tensor]
     """Of (ratio, log-probs, advantages (samples, 1), clip); (samples, tokens)."""
     clips_gradient: bool
@@ -157,6 +165,36 @@ SURROGATES: Mapping[str, Surrogate] = {
     "cispo": Surrogate(token_ratio, clipped_weight, clips_gradient=False),
 }
 """By `trainer.algorithm`."""
+
+
+@dataclass(frozen=True)
+class OffPolicy:
+    """How tokens are treated that another distribution drew than the one that is trained: because their version is
+    older, or because the generator computes a little differently.
+
+    With one optimizer step a batch, the policy at the batch's start is the present one, without its gradient.
+    """
+
+    ratio_to_generator: bool
+    """Whether the surrogate's ratio is to the generator's log-probs, so that its clip limits the correction; else it is
+    to the policy at the batch's start (decoupled loss: Hilton et al. 2022; AReaL, Fu et al. 2025, Eq 5)."""
+    weight: Callable[[Tensor, float], Tensor] | None = None
+    """Of each token's importance (how much likelier the policy at the batch's start finds it than the generator did) and
+    the limit; multiplies its loss."""
+
+
+OFF_POLICY: Mapping[str, OffPolicy] = {
+    "ratio": OffPolicy(ratio_to_generator=True),
+    # Truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL").
+    "truncated": OffPolicy(ratio_to_generator=False, weight=lambda importance, limit: importance.clamp_max(limit)),
+    # IcePop (Ring-1T, Ling team 2025, Eq 3): tokens that the two see too differently teach nothing.
+    "masked": OffPolicy(
+        ratio_to_generator=False,
+        weight=lambda importance, limit: importance * ((importance <= limit) & (importance >= 1 / limit)),
+    ),
+    "none": OffPolicy(ratio_to_generator=False),
+}
+"""By `trainer.off_policy`."""
 
 
 def _exp(log_ratio: Tensor) -> Tensor:
@@ -180,6 +218,8 @@ def policy_loss(
     own_version: Tensor,
     *,
     clip: ClipRange,
+    off_policy: OffPolicy,
+    importance_limit: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The un-normalised loss of a micro-batch and what is worth knowing of its tokens.
 
@@ -189,6 +229,7 @@ def policy_loss(
         advantages: (samples,).
         weights: (samples, tokens), 0 where a token is not trained (prompt, padding).
         own_version: (samples, tokens), bool: drawn under the version being trained.
+        importance_limit: of `off_policy`'s weights, above 1.
 
     Returns:
         The loss, a scalar sum with its graph; the sums (len(SUM_NAMES),) and the maxima (len(MAX_NAMES),), detached.
@@ -196,8 +237,13 @@ def policy_loss(
     trained = weights > 0
     # A padded position holds whatever the model says there: its difference must not reach exp, where 0 * inf is nan.
     logprobs = torch.where(trained, logprobs, behaviour_logprobs)
-    ratio = surrogate.ratio(logprobs, behaviour_logprobs, trained)
-    loss = (surrogate.loss(ratio, logprobs, advantages[:, None], clip) * weights).sum()
+    importance = _exp(logprobs.detach() - behaviour_logprobs)
+    old_logprobs = behaviour_logprobs if off_policy.ratio_to_generator else logprobs.detach()
+    ratio = surrogate.ratio(logprobs, old_logprobs, trained)
+    losses = surrogate.loss(ratio, logprobs, advantages[:, None], clip)
+    if off_policy.weight is not None:
+        losses = losses * off_policy.weight(importance, importance_limit)
+    loss = (losses * weights).sum()
     with torch.no_grad():
         difference = logprobs - behaviour_logprobs
         above, below = ratio > 1 + clip.high, ratio < 1 - clip.low
@@ -215,6 +261,8 @@ def policy_loss(
                 clipped.sum(),
                 approximate_kl(logprobs, behaviour_logprobs).sum(),
                 (entropies * trained).sum(),
+                (importance * trained).sum(),
+                (importance.square() * trained).sum(),
                 absolute.sum(),
                 own.sum(),
                 own_absolute.sum(),

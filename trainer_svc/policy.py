@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer_svc.losses import MAX_NAMES, SUM_NAMES, SURROGATES, ClipRange, policy_loss, token_logprobs
+from trainer_svc.losses import MAX_NAMES, OFF_POLICY, SUM_NAMES, SURROGATES, ClipRange, policy_loss, token_logprobs
 from trainer_svc.microbatches import MicroBatch, empty_micro_batch
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -54,6 +54,8 @@ class StepStats:
     clip_fraction: float
     approx_kl: float
     """k3 estimate of KL(behaviour || current)."""
+    effective_sample_share: float
+    """Effective sample size of the tokens' importance weights, (sum w)^2 / sum w^2, over their number: 1 on-policy."""
     entropy: float
     logprob_abs_diff_mean: float
     """Between trainer and generator, staleness included."""
@@ -79,6 +81,8 @@ class Policy:
         algorithm: str,
         temperature: float,
         clip: ClipRange,
+        off_policy: str,
+        importance_limit: float,
         learning_rate: float,
         warmup_steps: int,
         betas: tuple[float, float],
@@ -95,6 +99,8 @@ class Policy:
             algorithm: a name in `losses.SURROGATES`.
             temperature: at which answers are drawn.
             clip: of the probability ratio.
+            off_policy: a name in `losses.OFF_POLICY`.
+            importance_limit: for its weights, above 1.
             learning_rate: of AdamW, constant after `warmup_steps`.
             weight_decay: of matrices; norms and biases do not decay.
             max_grad_norm: clips the norm of the divided gradient; 0 does not clip.
@@ -106,6 +112,8 @@ class Policy:
         self._surrogate = SURROGATES[algorithm]
         self._temperature = temperature
         self._clip = clip
+        self._off_policy = OFF_POLICY[off_policy]
+        self._importance_limit = importance_limit
         self._learning_rate = learning_rate
         self._warmup_steps = warmup_steps
         self._max_grad_norm = max_grad_norm
@@ -155,6 +163,8 @@ class Policy:
             micro_batch.weights,
             micro_batch.own_version,
             clip=self._clip,
+            off_policy=self._off_policy,
+            importance_limit=self._importance_limit,
         )
         self._engine.backward(loss, scale_wrt_gas=False)
         self._sums += sums
@@ -207,6 +217,9 @@ class Policy:
             num_tokens=num_tokens,
             clip_fraction=sums["clipped"] / max(1, num_tokens),
             approx_kl=sums["kl"] / max(1, num_tokens),
+            effective_sample_share=sums["importance"] ** 2 / max(1e-300, sums["importance_squared"] * num_tokens)
+            if num_tokens
+            else 1.0,
             entropy=sums["entropy"] / max(1, num_tokens),
             logprob_abs_diff_mean=sums["abs_diff"] / max(1, num_tokens),
             logprob_abs_diff_max=maxima["abs_diff_max"],

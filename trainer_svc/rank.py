@@ -100,6 +100,8 @@ def _policy(settings: TrainerSettings, model: ModelFiles) -> Policy:
         algorithm=trainer.algorithm,
         temperature=settings.generator.temperature,
         clip=ClipRange(*trainer.clip_range),
+        off_policy=trainer.off_policy,
+        importance_limit=trainer.importance_limit,
         learning_rate=trainer.learning_rate,
         warmup_steps=trainer.warmup_steps,
         betas=trainer.betas,

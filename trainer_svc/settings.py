@@ -38,6 +38,13 @@ class TrainerSection(Section):
     clip_ratio_high: PositiveFloat | None = None
     """The same for the upper bound alone. Left out: `clip_ratio`, or if that is left out too what the algorithm is
     published with (0.2; gspo 0.0004; cispo 4)."""
+    off_policy: Literal["ratio", "truncated", "masked", "none"] = "ratio"
+    """What is done about tokens that an older version drew, or that the generator sees a little differently. ratio: the
+    clipped ratio is to the generator's log-probs. truncated: it is to the policy at the batch's start, and a token
+    weighs what that finds it likelier than the generator did, at most `importance_limit`. masked: the same, and a token
+    whose weight is above `importance_limit` or below its inverse teaches nothing. none: tokens count as on-policy."""
+    importance_limit: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 2.0
+    """Of the weights of `off_policy` truncated and masked."""
     truncated: Literal["train", "mask"] = "train"
     """Answers that were cut at `generator.max_tokens`. train: like others, with the reward they got. mask: not in the
     loss, counted as dropped.truncated; their reward still counts in their group's mean."""

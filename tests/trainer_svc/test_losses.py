@@ -10,6 +10,7 @@ from trainer_svc import losses
 from trainer_svc.losses import (
     AGGREGATIONS,
     MAX_NAMES,
+    OFF_POLICY,
     SUM_NAMES,
     SURROGATES,
     ClipRange,
@@ -93,9 +94,20 @@ def test_the_kl_estimate_is_never_negative(difference):
     assert kl == pytest.approx(math.expm1(difference) - difference, abs=1e-12)
 
 
-def _micro_batch_loss(logprobs, behaviour, advantages, weights, own, algorithm="grpo", clip=CLIP):
+def _micro_batch_loss(
+    logprobs, behaviour, advantages, weights, own, algorithm="grpo", clip=CLIP, off_policy="ratio", limit=2.0
+):
     return policy_loss(
-        SURROGATES[algorithm], logprobs, torch.ones_like(logprobs), behaviour, advantages, weights, own, clip=clip
+        SURROGATES[algorithm],
+        logprobs,
+        torch.ones_like(logprobs),
+        behaviour,
+        advantages,
+        weights,
+        own,
+        clip=clip,
+        off_policy=OFF_POLICY[off_policy],
+        importance_limit=limit,
     )
 
 
@@ -136,6 +148,7 @@ def test_the_clip_fraction_counts_only_tokens_whose_gradient_is_cut():
 @given(data=st.data())
 def test_any_cut_into_micro_batches_has_the_gradient_of_the_whole_batch(aggregation, algorithm, data):
     """In float64, of a softmax policy with one shared table of logits, at 1e-9."""
+    off_policy = data.draw(st.sampled_from(sorted(OFF_POLICY)))
     rule = aggregation_of(aggregation, 16)
     seed = data.draw(st.integers(0, 2**31))
     lengths = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=8))
@@ -162,7 +175,13 @@ def test_any_cut_into_micro_batches_has_the_gradient_of_the_whole_batch(aggregat
             logits = parameters[:width].expand(len(rows), width, 7)
             logprobs, _ = token_logprobs(logits, padded_targets, temperature=0.8)
             loss, _, _ = _micro_batch_loss(
-                logprobs, padded_behaviour, advantages[list(rows)], weights, weights > 0, algorithm
+                logprobs,
+                padded_behaviour,
+                advantages[list(rows)],
+                weights,
+                weights > 0,
+                algorithm,
+                off_policy=off_policy,
             )
             loss.backward()
         return parameters.grad / count
@@ -224,3 +243,21 @@ def test_cispo_limits_a_tokens_weight_and_keeps_its_gradient():
     loss.backward()
     assert logprobs.grad.tolist()[0] == pytest.approx([1.0, 2.0, 10.0])
     assert dict(zip(SUM_NAMES, sums.tolist(), strict=True))["clipped"] == 1
+
+
+@pytest.mark.parametrize(
+    ("off_policy", "weights"),
+    [("truncated", [0.4, 1.0, 1.5, 2.0]), ("masked", [0.0, 1.0, 1.5, 0.0]), ("none", [1.0, 1.0, 1.0, 1.0])],
+)
+def test_a_token_weighs_what_the_batchs_first_policy_finds_it_likelier(off_policy, weights):
+    importance = torch.tensor([[0.4, 1.0, 1.5, 3.0]])
+    logprobs = torch.full((1, 4), -1.0, requires_grad=True)
+    ones = torch.ones(1, 4)
+    loss, sums, _ = _micro_batch_loss(
+        logprobs, -1.0 - importance.log(), torch.tensor([2.0]), ones, ones > 0, off_policy=off_policy
+    )
+    loss.backward()
+    assert logprobs.grad.tolist()[0] == pytest.approx([-2.0 * weight for weight in weights])
+    named = dict(zip(SUM_NAMES, sums.tolist(), strict=True))
+    assert named["importance"] == pytest.approx(5.9)
+    assert named["importance_squared"] == pytest.approx(0.16 + 1 + 2.25 + 9)

@@ -78,6 +78,8 @@ def _policy(
         algorithm="grpo",
         temperature=_TEMPERATURE,
         clip=ClipRange(0.2, 0.2),
+        off_policy="ratio",
+        importance_limit=2.0,
         learning_rate=learning_rate,
         warmup_steps=0,
         betas=(0.9, 0.95),
