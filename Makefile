@@ -64,7 +64,7 @@ bench: $(VENV)/.installed-dev
 lock:
 	$(PYTHON) -m venv $(VENV)-lock
 	$(VENV)-lock/bin/pip install --quiet uv
-	cd requirements && for name in cpu gpu dev; do \
+	cd requirements && for name in cpu gpu dev control tracker; do \
 	  ../$(VENV)-lock/bin/uv pip compile --quiet --no-annotate --no-header --python-version 3.11 \
 	    --python-platform x86_64-manylinux_2_28 $$([ $$name = cpu ] && echo --override overrides.txt) $$name.in \
 	    | { [ $$name = cpu ] && grep -vE '^(nvidia-|cuda-|triton==|torch==)' || cat; } > $$name.txt; done

@@ -8,7 +8,7 @@ import logging
 from typing import TYPE_CHECKING, cast
 
 from generator_svc.patience import FIRST_PAUSE_S, patiently
-from streamrl.errors import UnavailableError
+from streamrl.errors import StaleAttemptError, UnavailableError
 from streamrl.rpc.channel import open_aio_channel
 from streamrl.rpc.errors import peer_errors
 from streamrl.settings import RpcSection
@@ -46,7 +46,13 @@ class WeightsClient:
         self._stub = cast("WeightsServiceAsyncStub", WeightsServiceStub(self._channel))
 
     async def wait_for_first_version(self) -> None:
-        """Waits until any version is announced, as long as the trainer takes to publish it."""
+        """Waits until this attempt has a version, as long as the trainer takes to publish it. One that an earlier attempt
+        has published may be of those that the run goes back behind.
+
+        Raises:
+            UnavailableError: weights_svc does not answer.
+            StaleAttemptError: the run is in a later attempt.
+        """
         while True:
             try:
                 async with asyncio.timeout(self._rpc.patience_s):
@@ -56,13 +62,22 @@ class WeightsClient:
             try:
                 with peer_errors(self._peer):
                     call = self._stub.Watch(WatchRequest(run_id=self._run_id, watcher=self._receiver))
-                    announcement = await call.read()
-                    call.cancel()
-                    if isinstance(announcement, WatchResponse):
-                        return
+                    while isinstance(announcement := await call.read(), WatchResponse):
+                        if announcement.attempt >= self._attempt:
+                            call.cancel()
+                            self._check_attempt(announcement)
+                            return
             except UnavailableError as error:
                 logger.info("watching for the first version again: %s", error)
             await asyncio.sleep(FIRST_PAUSE_S)
+
+    def _check_attempt(self, announcement: WatchResponse) -> None:
+        if announcement.attempt > self._attempt:
+            raise StaleAttemptError(
+                f"version {announcement.weight_version} is of attempt {announcement.attempt}, and this instance is of "
+                f"attempt {self._attempt}: the run was resumed",
+                announcement.attempt,
+            )
 
     async def negotiate(
         self, *, at_least: int = 0, exactly: int | None = None, with_files: bool = False

@@ -13,7 +13,7 @@ from scheduler_svc.batches import Batch, Sample
 from scheduler_svc.registry import Life, Registry
 from scheduler_svc.samples import SampleBook
 from scheduler_svc.settings import SchedulerSettings
-from streamrl.errors import RecordError, RefusedError, StaleAttemptError
+from streamrl.errors import RecordError, RefusedError, StaleAttemptError, UnavailableError
 from streamrl.identity import BatchKey, SampleKey, sample_seed
 from streamrl.planning.dispatch import InstanceLoad, Piece, named_policy, plan
 from streamrl.v1.records_pb2 import Assignment, PromptRecord, SampleDraw
@@ -73,7 +73,7 @@ class Ledger:
         self.run_ended = False
         """Whether no further prompts will come."""
         self.refused = 0
-        """Records and calls of earlier lives of the run."""
+        """Calls of earlier lives of the run."""
         self.dead_letters = 0
         """Records that could not be handled here."""
         self._orders_by_length = named_policy(settings.scheduler.dispatch).longest_first
@@ -91,10 +91,11 @@ class Ledger:
         if record.attempt > attempt:
             raise StaleAttemptError(
                 f"attempt {record.attempt} of the run writes prompts, and this scheduler is of attempt {attempt}: "
-                "the run was resumed elsewhere"
+                "the run was resumed elsewhere",
+                record.attempt,
             )
         if record.attempt < attempt:
-            self.refused += 1
+            # The topic has a longer memory than an attempt: the trainer has written anew what is still wanted.
             return
         match record.WhichOneof("kind"):
             case "prompt":
@@ -107,7 +108,8 @@ class Ledger:
                 raise RecordError("it is neither a prompt nor an end")
 
     def announce(self, weight_version: int, attempt: int) -> None:
-        """The newest version there is: lower than before when a resumed run forgets those above its checkpoint.
+        """The newest version there is. One that an earlier attempt has published says nothing: the trainer may be about
+        to have it forgotten, and publishes the version that it begins with again, under its own attempt.
 
         Raises:
             StaleAttemptError: a later life of the run has begun, so this process must end.
@@ -115,9 +117,10 @@ class Ledger:
         if attempt > self.settings.run.attempt:
             raise StaleAttemptError(
                 f"version {weight_version} is of attempt {attempt}, and this scheduler is of attempt "
-                f"{self.settings.run.attempt}: the run was resumed elsewhere"
+                f"{self.settings.run.attempt}: the run was resumed elsewhere",
+                attempt,
             )
-        if weight_version != self.newest_weight_version:
+        if attempt == self.settings.run.attempt and weight_version != self.newest_weight_version:
             self.newest_weight_version = weight_version
             self._tell_all()
 
@@ -127,16 +130,18 @@ class Ledger:
         """
         Raises:
             RefusedError: a call of another run.
-            StaleAttemptError: a call of another life of the run.
+            StaleAttemptError: a call of an earlier life of the run.
+            UnavailableError: a call of a later one, whose prompts will tell this process to make way.
         """
         run = self.settings.run
         if run_id != run.id:
             raise RefusedError(f"a call for run {run_id!r} reached the scheduler of run {run.id!r}")
         if attempt < run.attempt:
             self.refused += 1
-            raise StaleAttemptError(f"a call of attempt {attempt}, and the run is in attempt {run.attempt}")
+            message = f"a call of attempt {attempt}, and the run is in attempt {run.attempt}"
+            raise StaleAttemptError(message, run.attempt)
         if attempt > run.attempt:
-            raise StaleAttemptError(f"a call of attempt {attempt} reached a scheduler of attempt {run.attempt}")
+            raise UnavailableError(f"a call of attempt {attempt} reached a scheduler of attempt {run.attempt}")
 
     def register(self, request: RegisterRequest, now: float) -> RegisterResponse:
         """Begins a life of an instance; an earlier one is superseded, and has lost what it had.

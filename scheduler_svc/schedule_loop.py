@@ -90,7 +90,7 @@ class ScheduleLoop:
                 self._bury(record, str(error))
         if self._ledger.refused != self._refused_before:
             self._refused_before = self._ledger.refused
-            logger.warning("%d records and calls of earlier attempts were refused so far", self._ledger.refused)
+            logger.warning("%d calls of earlier attempts were refused so far", self._ledger.refused)
 
     def _write(self, outgoing: Sequence[Outgoing]) -> None:
         for record in outgoing:

@@ -36,6 +36,14 @@ class RefusedError(StreamRLError):
 class StaleAttemptError(RefusedError):
     """Sent by a process of an earlier life of the run."""
 
+    def __init__(self, message: str, current_attempt: int = 0) -> None:
+        """
+        Args:
+            current_attempt: the highest attempt of the run that is known; 0: none.
+        """
+        super().__init__(message)
+        self.current_attempt = current_attempt
+
 
 class EngineDiedError(StreamRLError):
     """An inference engine ended."""

@@ -79,13 +79,13 @@ def spawn(
 
 
 def on_termination(stop: Callable[[], None], *, grace_s: float) -> None:
-    """Calls `stop`, from any thread, on the first SIGTERM or SIGINT; ends the process hard when it still lives `grace_s`
-    later or when a second signal comes. Call it from the main thread.
+    """Calls `stop`, from any thread, on the first SIGTERM or SIGINT; ends the process hard when it still lives
+    `grace_s` later or when a second signal comes. Call it from the main thread.
 
     In a process that `spawn` started, the parent's death is such a signal too, and the process ends hard
-    `ORPHAN_GRACE_S` after it: nobody is left who would end it. A thread watches the parent, for a signal's handler would
-    wait for a main thread that is busy in native code; and from now on the parent-death signal is SIGCONT, because a
-    process that is stopped (SIGSTOP, a debugger) would keep SIGTERM pending and outlive its run.
+    `ORPHAN_GRACE_S` after it: nobody is left who would end it. A thread watches the parent, for a signal's handler
+    would wait for a main thread that is busy in native code; and from now on the parent-death signal is SIGCONT,
+    because a process that is stopped (SIGSTOP, a debugger) would keep SIGTERM pending and outlive its run.
     """
     asked = False
 

@@ -17,7 +17,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -191,13 +191,13 @@ class RunFolder:
         _replace(self.record, record.model_dump_json(indent=2))
 
     def read_record(self) -> RunRecord:
-        """What run.json says.
+        """What run.json says; of a command that was killed when its trainer was done, that the run is completed.
 
         Raises:
             ValueError: there is none, or it is damaged.
         """
         try:
-            return RunRecord.model_validate_json(self.record.read_text())
+            return self._with_late_end(RunRecord.model_validate_json(self.record.read_text()))
         except FileNotFoundError:
             raise ValueError(f"{self.path} holds no run: {self.record.name} is missing") from None
         except ValidationError as error:
@@ -206,6 +206,20 @@ class RunFolder:
             raise ValueError(f"{self.record} is damaged: {place}{problem['msg']}") from error
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"{self.record} cannot be read: {error}") from error
+
+    def _with_late_end(self, record: RunRecord) -> RunRecord:
+        if record.state != "dead":
+            return record
+        try:
+            # Each attempt begins without one: it is of the last.
+            summary = self.read_summary()
+            finished_s = self.summary.stat().st_mtime
+        except (ValueError, OSError):
+            return record
+        if summary is None or summary.get("status") != "completed":
+            return record
+        finished_at = datetime.fromtimestamp(finished_s, UTC).isoformat(timespec="seconds")
+        return record.model_copy(update={"status": "completed", "finished_at": finished_at})
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Replaces summary.json: a reader sees the old one or the new one."""
@@ -235,6 +249,14 @@ class RunFolder:
             # Not there, or cut off: its process was killed while it wrote.
             return None
         return {"kind": str(error["kind"]), "message": str(error["message"])}
+
+    def read_newer_attempt(self, instance: str) -> int:
+        """The attempt of the run that a service met when it was refused as one of an earlier; 0: that was not why it
+        ended, or it is not known."""
+        try:
+            return int(json.loads(self.error_file(instance).read_text()).get("current_attempt", 0))
+        except (FileNotFoundError, json.JSONDecodeError):
+            return 0
 
 
 def find_run(run: str | None, runs: Path) -> RunFolder:

@@ -14,7 +14,7 @@ from typing import Any, Generic
 from pydantic import ValidationError
 
 from streamrl import lifetime
-from streamrl.errors import StreamRLError
+from streamrl.errors import StaleAttemptError, StreamRLError
 from streamrl.logs import set_up_logs
 from streamrl.settings import SettingsT, load
 
@@ -84,7 +84,10 @@ async def _serve(service: Service[SettingsT], settings: SettingsT, instance: str
 
 def _failed(error: Exception, error_file: Path | None) -> int:
     bad_input = isinstance(error, ValueError)
-    report = {"kind": "bad_input" if bad_input else type(error).__name__, "message": explain(error)}
+    report: dict[str, Any] = {"kind": "bad_input" if bad_input else type(error).__name__, "message": explain(error)}
+    if isinstance(error, StaleAttemptError):
+        # Whoever started the service may start it over as a part of that attempt.
+        report["current_attempt"] = error.current_attempt
     logger.error("%s", report["message"])
     if error_file is not None:
         with contextlib.suppress(OSError):  # a run folder that cannot be written may be the failure itself

@@ -177,8 +177,8 @@ class KafkaSection(Section):
     compression: Literal["none", "gzip", "snappy", "lz4", "zstd"] = "lz4"
     """How producers compress."""
     patience_s: PositiveFloat = 120.0
-    """How long a service goes on trying to reach a broker that does not answer, and to deliver a record, before it gives
-    up."""
+    """How long a service goes on trying to reach a broker that does not answer, and to deliver a record, before it
+    gives up."""
 
 
 class WeightsSection(Section):

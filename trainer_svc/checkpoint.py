@@ -102,6 +102,13 @@ def checkpoints(folder: Path) -> list[Path]:
     return [path for _, _, path in sorted(numbered)]
 
 
+def attempt_of(checkpoint: Path) -> int:
+    """The attempt that made a checkpoint."""
+    match = _NAME.fullmatch(checkpoint.name)
+    assert match is not None, f"{checkpoint} is no checkpoint's name"
+    return int(match[1])
+
+
 def load_state(checkpoint: Path) -> dict[str, Any]:
     """The state of a checkpoint alone, digest checked: what is needed before there is a policy. Not collective.
 

@@ -7,7 +7,7 @@ the scheduler and to `dead-letters`, and the position from which everything unfi
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from streamrl.errors import RecordError
@@ -53,6 +53,7 @@ class Collector:
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._positions: dict[int, int] = {}
+        self._there_before: Mapping[int, int] = {}
         self._first_seen: dict[BatchKey, dict[int, int]] = {}
         self._last_resolved_s = time.monotonic()
 
@@ -63,6 +64,8 @@ class Collector:
         try:
             for record in records:
                 self._on_record(record)
+            with self._changed:
+                self._changed.notify_all()
         except Exception as error:  # the edge of the reader's thread: whoever waits must learn of it
             self.fail(error)
 
@@ -90,6 +93,26 @@ class Collector:
         """Raises the error that was handed to `fail`, if any."""
         with self._changed:
             self._raise_error()
+
+    def begin(self, positions: Mapping[int, int | None], there: Mapping[int, int]) -> None:
+        """Before anything is read.
+
+        Args:
+            positions: partition to the first offset that will be read; None: the beginning.
+            there: partition to the offset below which records were there before this attempt.
+        """
+        with self._changed:
+            self._positions = {partition: offset or 0 for partition, offset in positions.items()}
+            self._there_before = there
+
+    def wait_read(self, ends: Mapping[int, int], patience_s: float) -> bool:
+        """Waits until everything below these offsets has been read. False when nothing came for `patience_s`."""
+        with self._changed:
+            while any(self._positions.get(partition, 0) < end for partition, end in ends.items()):
+                self._raise_error()
+                if not self._changed.wait(patience_s):
+                    return False
+            return True
 
     def open(self, key: BatchKey, prompts: Sequence[PromptOfGroup], samples_per_prompt: int) -> None:
         """Expects a batch; call it before its prompts are written."""
@@ -152,9 +175,19 @@ class Collector:
             return self._acceptance.counts
 
     def refused_attempts(self) -> int:
-        """Rollouts of earlier lives of the run, so far."""
+        """Rollouts that processes of earlier attempts wrote after this one had begun."""
         with self._changed:
             return self._acceptance.refused_attempts
+
+    def reused_and_forgotten(self) -> tuple[int, int]:
+        """Rollouts of earlier attempts that were taken, and those with a token of a forgotten version."""
+        with self._changed:
+            return self._acceptance.reused, self._acceptance.forgotten
+
+    def is_complete(self, key: BatchKey) -> bool:
+        """Whether every sample of an open batch has an outcome."""
+        with self._changed:
+            return self._acceptance.batch(key).complete
 
     def known_outcomes(self) -> tuple[list[SampleOutcome], list[BatchKey]]:
         """All outcomes of open batches, and the closed batches: for a scheduler that has forgotten them."""
@@ -180,12 +213,14 @@ class Collector:
         outcome, reason = None, ""
         with self._changed:
             self._positions[record.partition] = record.offset + 1
+            was_there = record.offset < self._there_before.get(record.partition, 0)
             try:
                 rollout = parse_rollout(record.value)
             except RecordError as error:
-                reason = str(error)
+                # What was there before was put aside before.
+                reason = "" if was_there else str(error)
             else:
-                verdict = self._acceptance.offer(rollout)
+                verdict = self._acceptance.offer(rollout, was_there=was_there)
                 outcome, reason = verdict.outcome, verdict.dead_letter
                 key = SampleKey.from_proto(rollout.id).batch_key
                 if key in self._acceptance.open_batches():

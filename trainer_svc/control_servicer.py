@@ -11,6 +11,9 @@ from trainer_svc.control import STOP_PATIENCE_S, TrainerControl
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
+_ENDS = ("checkpointing", "done")
+"""States that say more of a trainer that is asked to stop than that it is."""
+
 
 class ControlServicer(TrainerServiceServicer):
     """Answers from the control object; nothing here waits for the training loop."""
@@ -36,7 +39,7 @@ class ControlServicer(TrainerServiceServicer):
             run_id=self._run_id,
             pid=os.getpid(),
             attempt=self._attempt,
-            state="stopping" if self._control.stop_asked() and status.state != "done" else status.state,
+            state="stopping" if self._control.stop_asked() and status.state not in _ENDS else status.state,
             waits_for=status.waits_for,
             iteration=status.iteration,
             num_iterations=self._num_iterations,

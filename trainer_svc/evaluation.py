@@ -27,25 +27,56 @@ class Evaluations:
         num_iterations: int,
         writer: PromptWriter,
         collector: Collector,
+        first_version: int,
+        left: Sequence[int],
     ) -> None:
         """
         Args:
             every: iterations between two; 0: only versions 0 and `num_iterations`.
+            first_version: that this attempt begins with.
+            left: versions up to that one whose evaluation is not over; those of all others are.
         """
         self._prompts = prompts
         self._every = every
         self._num_iterations = num_iterations
         self._writer = writer
         self._collector = collector
+        self._first_version = first_version
+        self._left = set(left)
+        self._begun: set[int] = set()
         self._open: list[BatchKey] = []
 
     def is_due(self, weight_version: int) -> bool:
-        """Whether a version is to be evaluated."""
-        return weight_version in (0, self._num_iterations) or (self._every > 0 and weight_version % self._every == 0)
+        """Whether a version is to be evaluated, and that has not begun."""
+        if weight_version in self._begun:
+            return False
+        if weight_version <= self._first_version:
+            return weight_version in self._left
+        return weight_version == self._num_iterations or (self._every > 0 and weight_version % self._every == 0)
+
+    def left(self, weight_version: int) -> list[int]:
+        """The versions up to this one whose evaluation is due or under way."""
+        due = [version for version in {*self._left, weight_version} if self.is_due(version)]
+        return sorted({*due, *(key.batch for key in self._open)})
+
+    def open(self, weight_version: int) -> None:
+        """Expects the answers of a version's evaluation, without asking for them yet."""
+        self._begun.add(weight_version)
+        self._open.append(self._writer.open_evaluation(weight_version, self._prompts))
+
+    def ask(self) -> None:
+        """Asks the fleet for what is open, each version as soon as it is announced."""
+        for key in self._open:
+            self._writer.write(key)
 
     def begin(self, weight_version: int) -> None:
-        """Asks the fleet to evaluate a version, as soon as it is announced."""
-        self._open.append(self._writer.write_evaluation(weight_version, self._prompts))
+        """Opens an evaluation and asks for it."""
+        self.open(weight_version)
+        self.ask()
+
+    def give_up(self, weight_version: int) -> None:
+        """The version cannot be had any more."""
+        self._left.discard(weight_version)
 
     def under_way(self) -> list[BatchKey]:
         """Those that have begun and were not taken yet."""

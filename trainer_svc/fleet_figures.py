@@ -21,10 +21,14 @@ class BusyMeter:
     were heard while counting was on (it is off during blocking evaluations).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, busy_s: float = 0.0, available_s: float = 0.0) -> None:
+        """
+        Args:
+            busy_s, available_s: before a checkpoint that this run continues.
+        """
         self._last: dict[int, _Reading] = {}
-        self._busy_s = 0.0
-        self._available_s = 0.0
+        self.busy_s = busy_s
+        self.available_s = available_s
 
     def add(self, fleet: GetFleetResponse, now_s: float, *, counted: bool) -> None:
         """Takes the state of the fleet as of `now_s`."""
@@ -35,14 +39,14 @@ class BusyMeter:
             last = self._last.get(instance.incarnation)
             if last is not None and last.counted and counted and reading.heard_at_s > last.heard_at_s:
                 available_s = reading.heard_at_s - last.heard_at_s
-                self._available_s += available_s
-                self._busy_s += min(available_s, max(0.0, reading.busy_s - last.busy_s))
+                self.available_s += available_s
+                self.busy_s += min(available_s, max(0.0, reading.busy_s - last.busy_s))
             self._last[instance.incarnation] = reading
 
     @property
     def idle_share(self) -> float:
         """0 to 1; 0 before anything was counted."""
-        return 1.0 - self._busy_s / self._available_s if self._available_s > 0 else 0.0
+        return 1.0 - self.busy_s / self.available_s if self.available_s > 0 else 0.0
 
 
 def fleet_size_figures(fleet: GetFleetResponse) -> dict[str, float]:

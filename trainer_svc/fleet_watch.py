@@ -24,7 +24,9 @@ _INTERVAL_S = 2.0
 class FleetWatch:
     """The newest state of fleet and weights, and figures over time."""
 
-    def __init__(self, *, run_id: str, scheduler_address: str, weights_address: str, deadline_s: float) -> None:
+    def __init__(
+        self, *, run_id: str, scheduler_address: str, weights_address: str, deadline_s: float, meter: BusyMeter
+    ) -> None:
         self._run_id = run_id
         self._scheduler_address = scheduler_address
         self._weights_address = weights_address
@@ -32,7 +34,7 @@ class FleetWatch:
         self._lock = threading.Lock()
         self._fleet = GetFleetResponse()
         self._versions = ListVersionsResponse()
-        self._meter = BusyMeter()
+        self._meter = meter
         self._counting = False
         self._ask = threading.Event()
         self._ended = False
@@ -78,6 +80,12 @@ class FleetWatch:
     def idle_share(self) -> float:
         with self._lock:
             return self._meter.idle_share
+
+    @property
+    def busy_and_available_s(self) -> tuple[float, float]:
+        """Of all instances: seconds with work, out of these."""
+        with self._lock:
+            return self._meter.busy_s, self._meter.available_s
 
     def progress_mark(self) -> Hashable:
         """Changes when generation or a weight transfer moves."""

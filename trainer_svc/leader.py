@@ -11,27 +11,29 @@ from streamrl.digest import tokenizer_digest
 from streamrl.kafka.connection import Connection
 from streamrl.kafka.dead_letters import DeadLetters
 from streamrl.kafka.producer import RecordProducer
-from streamrl.kafka.reader import ReaderThread, RecordReader, all_partitions
 from streamrl.kafka.topics import Topics, create_topics
 from streamrl.spans import SpanLog
 from streamrl.v1.sample_pb2 import SamplingSettings
 from streamrl.v1.weights_pb2 import ModelFile
-from trainer_svc.acceptance import Acceptance, AcceptanceRules
+from trainer_svc.acceptance import Acceptance, AcceptanceRules, SharedVersion
 from trainer_svc.answer_table import AnswerTable
 from trainer_svc.collector import Collector
 from trainer_svc.control import TrainerControl
 from trainer_svc.evaluation import Evaluations
 from trainer_svc.final_model import save_final_model
+from trainer_svc.fleet_figures import BusyMeter
 from trainer_svc.fleet_phase import FleetPhases
 from trainer_svc.fleet_watch import FleetWatch
 from trainer_svc.learner import Learner
-from trainer_svc.lineage import Lineage
+from trainer_svc.lineage import TrainerState
 from trainer_svc.losses import aggregation_of
 from trainer_svc.outcome_reporter import OutcomeReporter
 from trainer_svc.pacing import pacing_of
 from trainer_svc.prompt_cursor import CursorState
 from trainer_svc.prompt_writer import BatchShape, PromptWriter
 from trainer_svc.publisher import Publisher
+from trainer_svc.resumption import keep_tracker_run, tracker_run
+from trainer_svc.rollout_intake import RolloutIntake
 from trainer_svc.run_clock import RunClock
 from trainer_svc.run_log import RunLog, TrackedStatus, Tracker
 from trainer_svc.settings import TrainerSettings
@@ -54,23 +56,29 @@ def lead(
     learner: Learner,
     task: Task,
     model_files: Sequence[ModelFile],
+    state: TrainerState,
+    shared_version: SharedVersion,
 ) -> None:
-    """Trains, from the first prompt to the summary.
+    """Trains, from the first untrained batch to the summary.
 
     Args:
         instance: name of this process in the run.
-        learner: holds the initial weights; its other ranks follow.
+        learner: holds the weights that the state is of; its other ranks follow.
         task: prompts and rewards.
         model_files: config and tokenizer.
+        state: what the attempt begins with.
+        shared_version: of an earlier attempt with this one.
 
     Raises:
         StreamRLError: the run failed; its summary and the tracker say so too.
     """
-    run_log = RunLog(_tracker_of(settings)).start()
+    run_log = RunLog(_tracker_of(settings, state), lambda run_id: keep_tracker_run(settings, run_id)).start()
     tracked: TrackedStatus = "FAILED"
     try:
         with ExitStack() as stack:
-            run = _assemble(settings, instance, control, learner, task, model_files, run_log, stack)
+            run = _assemble(
+                settings, instance, control, learner, task, model_files, state, shared_version, run_log, stack
+            )
             status: RunStatus = "failed"
             try:
                 completed = run.loop.run()
@@ -98,6 +106,8 @@ def _assemble(
     learner: Learner,
     task: Task,
     model_files: Sequence[ModelFile],
+    state: TrainerState,
+    shared_version: SharedVersion,
     run_log: RunLog,
     stack: ExitStack,
 ) -> _Run:
@@ -113,28 +123,36 @@ def _assemble(
     producer = stack.enter_context(RecordProducer(connection))
     dead_letters = DeadLetters(producer, topics.dead_letters, service="trainer_svc", attempt=run.attempt)
     collector = Collector(
-        Acceptance(_rules_of(settings), task.score),
+        Acceptance(_rules_of(settings), task.score, state.counts, shared_version),
         report=lambda outcome: reporter.report(outcome),
         dead_letter=dead_letters.send,
     )
-    reporter = _reporter(settings, collector, model_files).start()
+    reporter = _reporter(settings, collector, model_files, state.redispatched)
     stack.callback(reporter.close)
     watch = FleetWatch(
         run_id=run.id,
         scheduler_address=settings.rpc.scheduler_address,
         weights_address=settings.rpc.weights_address,
         deadline_s=settings.rpc.deadline_s,
+        meter=BusyMeter(state.generator_busy_s, state.generator_available_s),
     ).start()
     stack.callback(watch.close)
     publisher = _publisher(settings)
     stack.callback(publisher.close)
-    rollouts = RecordReader(connection, topics.rollouts, all_partitions(settings.kafka.rollout_partitions))
-    stack.callback(ReaderThread(rollouts, collector.on_records, collector.fail).start().close)
-    writer = _prompt_writer(settings, task, producer, topics, collector)
-    lineage, clock = Lineage(), RunClock()
+    intake = RolloutIntake(
+        connection,
+        topics.rollouts,
+        settings.kafka.rollout_partitions,
+        collector,
+        saved_topic_id=state.rollout_topic_id,
+        saved_positions=state.rollout_positions,
+    )
+    stack.callback(intake.close)
+    writer = _prompt_writer(settings, task, producer, topics, collector, state)
+    lineage, clock = state.lineage, RunClock(state.wall_s, state.wait_s)
 
     def count_dead_letters() -> int:
-        return dead_letters.count + watch.dead_letters
+        return state.dead_letters + dead_letters.count + watch.dead_letters
 
     def totals() -> RunTotals:
         watch.refresh()
@@ -161,6 +179,7 @@ def _assemble(
         pacing=pacing_of(settings, _phases(settings).set),
         writer=writer,
         collector=collector,
+        intake=intake,
         reporter=reporter,
         evaluations=Evaluations(
             task.prompts.evaluation[: settings.eval.num_prompts],
@@ -168,6 +187,8 @@ def _assemble(
             num_iterations=trainer.num_iterations,
             writer=writer,
             collector=collector,
+            first_version=lineage.iteration,
+            left=state.open_evaluations,
         ),
         publisher=publisher,
         watch=watch,
@@ -187,11 +208,20 @@ def _assemble(
         no_progress_s=0.0 if run.watched else run.no_progress_s,
         checkpoint_folder=run.folder / "checkpoints",
     )
-    canaries = task.canaries(_CANARY_TOKENS)
-    return _Run(TrainLoop(loop_settings, parts, lineage, model_files=model_files, canaries=canaries), totals)
+    loop = TrainLoop(
+        loop_settings,
+        parts,
+        lineage,
+        data_digest=state.data_digest,
+        model_files=model_files,
+        canaries=task.canaries(_CANARY_TOKENS),
+    )
+    return _Run(loop, totals)
 
 
-def _reporter(settings: TrainerSettings, collector: Collector, model_files: Sequence[ModelFile]) -> OutcomeReporter:
+def _reporter(
+    settings: TrainerSettings, collector: Collector, model_files: Sequence[ModelFile], redispatched: int
+) -> OutcomeReporter:
     return OutcomeReporter(
         settings.rpc.scheduler_address,
         run_id=settings.run.id,
@@ -202,6 +232,7 @@ def _reporter(settings: TrainerSettings, collector: Collector, model_files: Sequ
         known_outcomes=collector.known_outcomes,
         on_abandoned=collector.on_abandoned,
         on_error=collector.fail,
+        redispatched=redispatched,
     )
 
 
@@ -226,7 +257,12 @@ def _phases(settings: TrainerSettings) -> FleetPhases:
 
 
 def _prompt_writer(
-    settings: TrainerSettings, task: Task, producer: RecordProducer, topics: Topics, collector: Collector
+    settings: TrainerSettings,
+    task: Task,
+    producer: RecordProducer,
+    topics: Topics,
+    collector: Collector,
+    state: TrainerState,
 ) -> PromptWriter:
     return PromptWriter(
         producer,
@@ -239,13 +275,15 @@ def _prompt_writer(
             max_staleness=settings.pipeline.max_staleness,
         ),
         prompts=task.prompts.train,
-        cursor=CursorState(settings.run.seed, len(task.prompts.train)),
+        cursor=CursorState.from_json(dict(state.cursor), len(task.prompts.train)),
         sampling=SamplingSettings(
             temperature=settings.generator.temperature,
             max_tokens=settings.generator.max_tokens,
             stop_token_ids=task.stop_token_ids,
         ),
         open_batch=collector.open,
+        is_complete=collector.is_complete,
+        first_batch=state.lineage.iteration,
     )
 
 
@@ -266,18 +304,22 @@ def _save_model(settings: TrainerSettings, learner: Learner, model_files: Sequen
     run_log.folder(folder, "model")
 
 
-def _tracker_of(settings: TrainerSettings) -> Callable[[], Tracker] | None:
+def _tracker_of(settings: TrainerSettings, state: TrainerState) -> Callable[[], Tracker] | None:
     if not settings.mlflow_tracking_uri:
         return None
 
     def make() -> Tracker:
+        from trainer_svc.mlflow_history import Continued
         from trainer_svc.mlflow_tracker import MlflowTracker
 
+        run_id = tracker_run(settings, state)
         return MlflowTracker(
             tracking_uri=settings.mlflow_tracking_uri,
             experiment=settings.mlflow.experiment,
             run_name=settings.run.id,
-            run_id="",
+            continued=Continued(run_id, state.lineage.iteration, state.open_evaluations, settings.run.attempt)
+            if run_id
+            else None,
             settings=_all_settings(settings),
             artifacts=settings.run.dir / "mlartifacts",
         )

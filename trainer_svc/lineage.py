@@ -1,6 +1,6 @@
 """What is known of all iterations behind the present weights: for the summary, and kept in checkpoints."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -64,6 +64,15 @@ class TrainerState:
     wait_s: float
     rollout_positions: Mapping[int, int] = field(default_factory=dict)
     """Partition of `rollouts` to the first offset that holds anything of an untrained batch."""
+    rollout_topic_id: str = ""
+    """Of the topic that the positions are of."""
+    open_evaluations: Sequence[int] = ()
+    """Versions up to this one whose evaluation is due and not over."""
+    data_digest: str = ""
+    """Of the training prompts that the cursor walks over."""
+    generator_busy_s: float = 0.0
+    generator_available_s: float = 0.0
+    """Of all instances: seconds with work, out of these."""
     tracker_run_id: str = ""
 
     def to_json(self) -> dict[str, Any]:

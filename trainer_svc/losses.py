@@ -179,8 +179,8 @@ class OffPolicy:
     """Whether the surrogate's ratio is to the generator's log-probs, so that its clip limits the correction; else it is
     to the policy at the batch's start (decoupled loss: Hilton et al. 2022; AReaL, Fu et al. 2025, Eq 5)."""
     weight: Callable[[Tensor, float], Tensor] | None = None
-    to the policy at the start of the batch (decoupled: Hilton et al. 2022; AReaL, Fu et al. 2025, Eq 5)."""
-    the limit; multiplies its loss."""
+    """Of each token's importance (how much likelier the policy at the batch's start finds it than the generator did)
+    and its limit; it multiplies the token's loss."""
 
 
 OFF_POLICY: Mapping[str, OffPolicy] = {

@@ -24,9 +24,12 @@ from mlflow.exceptions import MlflowException  # noqa: E402
 from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH  # noqa: E402
 from sqlalchemy import make_url  # noqa: E402
 
+from trainer_svc.mlflow_history import Continued, forget  # noqa: E402
 from trainer_svc.run_log import TrackedStatus  # noqa: E402
 
 _ITERATIONS_A_TABLE = 100
+_ANSWERS = "answers"
+_NOT_THERE = "RESOURCE_DOES_NOT_EXIST"
 _SECRET_WORDS = ("password", "secret", "sasl.username", "sasl.oauthbearer", "ssl.key")
 
 
@@ -39,13 +42,13 @@ class MlflowTracker:
         tracking_uri: str,
         experiment: str,
         run_name: str,
-        run_id: str,
+        continued: Continued | None,
         settings: Mapping[str, Any],
         artifacts: Path,
     ) -> None:
         """
         Args:
-            run_id: of a run that is continued; empty: a new one is made.
+            continued: None: a new run is made.
             settings: resolved, of all services.
             artifacts: where artifacts go when the tracker is a local file; a server has its own place.
         """
@@ -54,20 +57,20 @@ class MlflowTracker:
             self._client = MlflowClient(tracking_uri)
         self._experiment = experiment
         self._run_name = run_name
-        self._run_id = run_id
+        self._run_id = ""
+        self._continued = continued
         self._settings = without_secrets(settings)
-        self._continues = bool(run_id)
         self._artifact_location = artifacts if _is_local(tracking_uri) else None
 
     def start(self) -> str:
-        """Begins the run, or continues the given one."""
+        """Begins the run, or continues the given one, from its checkpoint."""
         with _alone_at(self._tracking_uri):
             return self._start()
 
     def _start(self) -> str:
-        if self._continues:
-            self._client.update_run(self._run_id, status="RUNNING")
-            return self._run_id
+        if self._continued is not None and self._is_there(self._continued.run_id):
+            self._continue(self._continued)
+            return self._continued.run_id
         if not self._run_id:
             self._run_id = self._client.create_run(self._experiment_id(), run_name=self._run_name).info.run_id
         params = [Param(name, value[:MAX_PARAM_VAL_LENGTH]) for name, value in flat(self._settings)]
@@ -75,6 +78,21 @@ class MlflowTracker:
             self._client.log_batch(self._run_id, params=params[start : start + MAX_PARAMS_TAGS_PER_BATCH])
         self._client.log_dict(self._run_id, self._settings, "settings.json")
         return self._run_id
+
+    def _is_there(self, run_id: str) -> bool:
+        try:
+            return bool(self._client.get_run(run_id).info.lifecycle_stage == "active")
+        except MlflowException as error:
+            if error.error_code != _NOT_THERE:
+                raise
+            return False
+
+    def _continue(self, continued: Continued) -> None:
+        self._client.update_run(continued.run_id, status="RUNNING")
+        forget(self._client, continued, _ANSWERS)
+        # Parameters never change: these are what the run began with.
+        self._client.log_dict(continued.run_id, self._settings, f"settings-attempt-{continued.attempt}.json")
+        self._run_id = continued.run_id
 
     def log_figures(self, step: int, figures: Mapping[str, float], time_s: float) -> None:
         """Figures at a step; what is not a number goes as it is (MLflow knows nan)."""
@@ -87,7 +105,7 @@ class MlflowTracker:
         """Rows of the table of answers; a hundred iterations share a file."""
         first = step // _ITERATIONS_A_TABLE * _ITERATIONS_A_TABLE
         columns = {name: [row[name] for row in rows] for name in rows[0]}
-        self._client.log_table(self._run_id, columns, f"answers/from-{first:06d}.json")
+        self._client.log_table(self._run_id, columns, f"{_ANSWERS}/from-{first:06d}.json")
 
     def log_folder(self, folder: Path, name: str) -> None:
         """A folder as an artifact."""

@@ -1,4 +1,8 @@
-"""Writes topic `prompts`: the prompts of each batch, closed by a count, at most max_staleness + 1 batches ahead."""
+"""Writes topic `prompts`: the prompts of each batch, closed by a count, at most max_staleness + 1 batches ahead.
+
+A batch is opened (expected) before it is written: an attempt that takes a run up again opens what is under way, takes
+what the topics still hold of it, and writes no prompts of a batch of which every answer was there.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +29,9 @@ class DrawnPrompt(Protocol):
 OpenBatch = Callable[[BatchKey, Sequence[DrawnPrompt], int], None]
 """Told of a batch (key, prompts, samples a prompt) before its prompts are written."""
 
+IsComplete = Callable[[BatchKey], bool]
+"""Whether nothing is left to generate of an open batch."""
+
 
 @dataclass(frozen=True)
 class BatchShape:
@@ -34,6 +41,16 @@ class BatchShape:
     samples_per_prompt: int
     num_iterations: int
     max_staleness: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is asked of a batch."""
+
+    prompts: Sequence[DrawnPrompt]
+    num_samples: int
+    """Of each prompt."""
+    sampling: SamplingSettings
 
 
 class PromptWriter:
@@ -50,6 +67,7 @@ class PromptWriter:
         cursor: CursorState,
         sampling: SamplingSettings,
         open_batch: OpenBatch,
+        is_complete: IsComplete,
         first_batch: int = 0,
     ) -> None:
         """
@@ -70,26 +88,39 @@ class PromptWriter:
         self._greedy.CopyFrom(sampling)
         self._greedy.temperature = 0.0
         self._open_batch = open_batch
+        self._is_complete = is_complete
         self._next_batch = first_batch
         self._cursors: dict[int, CursorState] = {}
+        self._unwritten: dict[BatchKey, _Asked] = {}
 
-    def write_ahead(self, iteration: int) -> None:
-        """Writes what is not written yet of the batches that may be under way while batch `iteration` is trained."""
+    def open_ahead(self, iteration: int) -> None:
+        """Opens the batches that may be under way while batch `iteration` is trained."""
         last = min(iteration + self._shape.max_staleness, self._shape.num_iterations - 1)
         while self._next_batch <= last:
             self._cursors[self._next_batch] = self._cursor
             indices, self._cursor = draw(self._cursor, self._shape.prompts_per_batch)
             key = BatchKey(PURPOSE_TRAIN, self._next_batch)
-            self._write(
-                key, [self._prompts[index] for index in indices], self._shape.samples_per_prompt, self._sampling
-            )
+            prompts = [self._prompts[index] for index in indices]
+            self._open(key, _Asked(prompts, self._shape.samples_per_prompt, self._sampling))
             self._next_batch += 1
 
-    def write_evaluation(self, weight_version: int, prompts: Sequence[DrawnPrompt]) -> BatchKey:
-        """Writes the prompts for the evaluation of a version: one greedy answer each."""
+    def write_ahead(self, iteration: int) -> None:
+        """Opens them, and writes what is not written yet."""
+        self.open_ahead(iteration)
+        for key in [key for key in self._unwritten if not key.is_evaluation]:
+            self.write(key)
+
+    def open_evaluation(self, weight_version: int, prompts: Sequence[DrawnPrompt]) -> BatchKey:
+        """Opens the evaluation of a version: one greedy answer to each prompt."""
         key = BatchKey(PURPOSE_EVALUATION, weight_version)
-        self._write(key, prompts, 1, self._greedy)
+        self._open(key, _Asked(prompts, 1, self._greedy))
         return key
+
+    def write(self, key: BatchKey) -> None:
+        """Writes the prompts of an open batch, once, and not at all when every answer is there."""
+        asked = self._unwritten.pop(key, None)
+        if asked is not None and not self._is_complete(key):
+            self._write(key, asked)
 
     def end_run(self) -> None:
         """No further prompts will be written."""
@@ -100,11 +131,12 @@ class PromptWriter:
         self._cursors = {drawn: cursor for drawn, cursor in self._cursors.items() if drawn >= batch}
         return self._cursors.get(batch, self._cursor)
 
-    def _write(
-        self, key: BatchKey, prompts: Sequence[DrawnPrompt], num_samples: int, sampling: SamplingSettings
-    ) -> None:
-        self._open_batch(key, prompts, num_samples)
-        for group, prompt in enumerate(prompts):
+    def _open(self, key: BatchKey, asked: "_Asked") -> None:
+        self._open_batch(key, asked.prompts, asked.num_samples)
+        self._unwritten[key] = asked
+
+    def _write(self, key: BatchKey, asked: "_Asked") -> None:
+        for group, prompt in enumerate(asked.prompts):
             self._send(
                 PromptRecord(
                     prompt=Prompt(
@@ -113,12 +145,12 @@ class PromptWriter:
                         group=group,
                         prompt_id=prompt.id,
                         token_ids=prompt.token_ids,
-                        sampling=sampling,
-                        num_samples=num_samples,
+                        sampling=asked.sampling,
+                        num_samples=asked.num_samples,
                     )
                 )
             )
-        end = BatchEnd(purpose=key.purpose, batch=key.batch, num_groups=len(prompts))  # type: ignore[arg-type]
+        end = BatchEnd(purpose=key.purpose, batch=key.batch, num_groups=len(asked.prompts))  # type: ignore[arg-type]
         self._send(PromptRecord(batch_end=end))
 
     def _send(self, record: PromptRecord) -> None:

@@ -18,6 +18,7 @@ from streamrl.rpc.chunks import cut, encode_publish_request
 from streamrl.rpc.errors import peer_errors
 from streamrl.v1.weights_pb2 import (
     Canary,
+    ListVersionsRequest,
     ModelFile,
     PublishFooter,
     PublishHeader,
@@ -64,7 +65,7 @@ class Snapshot:
     tensors: Sequence[tuple[str, "torch.Tensor"]]
     """By name, on the CPU, in the order in which they are sent; not to be changed before they are published."""
     files: Sequence[ModelFile] = ()
-    """Config and tokenizer: with version 0."""
+    """Config and tokenizer: with the first version of an attempt."""
     canaries: Sequence[Canary] = ()
 
 
@@ -171,20 +172,30 @@ class Publisher:
             taken.append(self._outcomes.publications.pop(0))
         return taken
 
-    def rewind(self, weight_version: int) -> list[int]:
-        """Forgets the versions above one, which a resumed run begins with.
+    def rewind(self, weight_version: int) -> set[int]:
+        """Has weights_svc forget the versions above one, which a resumed run begins with.
 
         Returns:
-            Those that were forgotten.
+            Those that it still holds.
 
         Raises:
-            UnavailableError: weights_svc does not answer.
+            UnavailableError: it did not answer for `patience_s`.
             RefusedError: it answered no, as to a process of an earlier attempt.
         """
         request = RewindRequest(run_id=self._run_id, attempt=self._attempt, weight_version=weight_version)
-        with peer_errors(self._peer):
-            response = WeightsServiceStub(self._channel).Rewind(request, timeout=self._deadline_s)
-        return list(response.forgotten_weight_versions)
+        stub, started = WeightsServiceStub(self._channel), time.monotonic()
+        while True:
+            try:
+                with peer_errors(self._peer):
+                    forgotten = stub.Rewind(request, timeout=self._deadline_s).forgotten_weight_versions
+                    held = stub.ListVersions(ListVersionsRequest(run_id=self._run_id), timeout=self._deadline_s)
+            except UnavailableError as error:
+                if time.monotonic() - started > self._patience_s or self._closed.wait(_FIRST_RETRY_WAIT_S):
+                    raise
+                logger.debug("not rewound yet: %s", error)
+                continue
+            logger.info("version=%d is the newest again; forgotten: %s", weight_version, list(forgotten) or "none")
+            return {manifest.weight_version for manifest in held.versions}
 
     def close(self) -> None:
         """Gives up what is still unsent: `wait` first to keep it."""

@@ -2,10 +2,13 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 
 from streamrl.v1.weights_pb2 import ModelFile
+from trainer_svc import resumption
+from trainer_svc.checkpoint import load_checkpoint
 from trainer_svc.control import StopAskedError, TrainerControl
 from trainer_svc.leader import lead
 from trainer_svc.learner import Learner
@@ -73,6 +76,9 @@ def train(settings: TrainerSettings, control: TrainerControl, instance: str, ran
     task = load_task(settings, model) if ranks.rank == 0 else None
     for sentence in task.prompts.notes() if task is not None else ():
         control.note(sentence)
+    checkpoint = _checkpoint(settings, ranks)
+    # Read before the policy, too: data that is not that of the checkpoint is to be told at once.
+    begun = resumption.begin(settings, task.prompts.train, checkpoint) if task is not None else None
     starting("DeepSpeed")
     policy = _policy(settings, model)
     learner = Learner(
@@ -82,15 +88,25 @@ def train(settings: TrainerSettings, control: TrainerControl, instance: str, ran
         micro_batch_tokens=settings.trainer.micro_batch_tokens,
     )
     try:
-        if task is None:
+        if checkpoint is not None:
+            starting(f"checkpoint {checkpoint.name}")
+            load_checkpoint(checkpoint, policy=policy, ranks=ranks)
+        if task is None or begun is None:
             learner.follow()
         else:
             files = [ModelFile(name=name, content=content) for name, content in model.files.items()]
-            lead(settings, instance, control, learner, task, files)
+            lead(settings, instance, control, learner, task, files, *begun)
     finally:
         policy.close()
         if task is not None:
             task.rewards.close()
+
+
+def _checkpoint(settings: TrainerSettings, ranks: Ranks) -> Path | None:
+    """What rank 0 finds to continue: all ranks must load the same."""
+    found = resumption.newest_checkpoint(settings) if ranks.rank == 0 else None
+    name = ranks.broadcast_bytes(str(found or "").encode() if ranks.rank == 0 else None).decode()
+    return Path(name) if name else None
 
 
 def _policy(settings: TrainerSettings, model: ModelFiles) -> Policy:

@@ -41,11 +41,15 @@ class Tracker(Protocol):
 class RunLog:
     """A queue in front of a tracker."""
 
-    def __init__(self, make_tracker: Callable[[], Tracker] | None) -> None:
+    def __init__(
+        self, make_tracker: Callable[[], Tracker] | None, on_started: Callable[[str], None] = lambda _run_id: None
+    ) -> None:
         """
         Args:
             make_tracker: called in the thread, where heavy imports disturb nobody; None: nothing is logged.
+            on_started: gets the run's id at the tracker, in the thread, as soon as it is known.
         """
+        self._on_started = on_started
         self._make_tracker = make_tracker
         self._jobs: queue.Queue[tuple[str, Callable[[Tracker], None]] | None] = queue.Queue(_QUEUE_LENGTH)
         self._tracker: Tracker | None = None
@@ -56,6 +60,7 @@ class RunLog:
 
     def start(self) -> "RunLog":
         if self._make_tracker is not None:
+            self._put("the run's begin", lambda _tracker: None)
             self._thread.start()
         return self
 
@@ -135,6 +140,7 @@ class RunLog:
             self._tracker = self._make_tracker()
         if not self._run_id:
             self._run_id = self._tracker.start()
+            self._on_started(self._run_id)
         return self._tracker
 
     def _drop(self, what: str, reason: object) -> None:

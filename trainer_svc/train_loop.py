@@ -30,6 +30,7 @@ from trainer_svc.pacing import Pacing
 from trainer_svc.policy import StepStats
 from trainer_svc.prompt_writer import PromptWriter
 from trainer_svc.publisher import Publisher, Snapshot
+from trainer_svc.rollout_intake import RolloutIntake
 from trainer_svc.run_clock import RunClock
 from trainer_svc.run_log import RunLog
 
@@ -61,6 +62,7 @@ class Parts:
     pacing: Pacing
     writer: PromptWriter
     collector: Collector
+    intake: RolloutIntake
     reporter: OutcomeReporter
     evaluations: Evaluations
     publisher: Publisher
@@ -83,19 +85,23 @@ class TrainLoop:
         parts: Parts,
         lineage: Lineage,
         *,
+        data_digest: str,
         model_files: Sequence[ModelFile],
         canaries: Sequence[Sequence[int]],
     ) -> None:
         """
         Args:
             lineage: of the weights that the learner holds.
-            model_files: config and tokenizer, published with version 0.
+            data_digest: of the training prompts.
+            model_files: config and tokenizer, published with the first version.
             canaries: token ids of fixed sequences, scored under every version.
         """
         self._settings = settings
         self._parts = parts
         self._lineage = lineage
+        self._data_digest = data_digest
         self._model_files = model_files
+        self._first_version = lineage.iteration
         self._canaries = canaries
         self._progressed_s = time.monotonic()
         self._fleet_mark: Hashable = None
@@ -114,8 +120,9 @@ class TrainLoop:
         """
         parts, lineage = self._parts, self._lineage
         try:
+            held_versions = self._rewind()
             self._publish()
-            self._evaluate_and_wait()
+            self._take_up(held_versions)
             self._count_time(True)
             while lineage.iteration < self._settings.num_iterations:
                 self._pause_if_asked()
@@ -138,6 +145,34 @@ class TrainLoop:
         parts.writer.end_run()
         self._checkpoint()
         return completed
+
+    # How an attempt begins.
+
+    def _rewind(self) -> set[int]:
+        """Has weights_svc forget what is not of this lineage; returns the versions that it holds."""
+        if self._settings.attempt == 1:
+            return set()
+        self._parts.control.show_iteration(self._lineage.iteration, {})
+        return self._parts.publisher.rewind(self._lineage.iteration)
+
+    def _take_up(self, held_versions: set[int]) -> None:
+        """Opens what is under way, takes what the topic holds of it, and only then tells the scheduler, which
+        dispatches nothing before: what has come is not generated again."""
+        parts, version = self._parts, self._lineage.iteration
+        for left in parts.evaluations.left(version):
+            if left == version or left in held_versions:
+                parts.evaluations.open(left)
+            else:
+                logger.warning("version=%d is not held any more: its evaluation is left out", left)
+                parts.evaluations.give_up(left)
+        parts.writer.open_ahead(version)
+        parts.control.show("starting", "what topic rollouts holds already")
+        parts.intake.start()
+        self._progressed()
+        parts.reporter.start()
+        parts.evaluations.ask()
+        if version == 0 or parts.pacing.evaluations_block:
+            self._evaluate_and_wait()
 
     # Verbs of an iteration.
 
@@ -200,7 +235,7 @@ class TrainLoop:
         snapshot = Snapshot(
             weight_version=version,
             tensors=tensors,
-            files=self._model_files if version == 0 else (),
+            files=self._model_files if version == self._first_version else (),
             canaries=[
                 Canary(token_ids=token_ids, logprobs=logprobs)
                 for token_ids, logprobs in zip(self._canaries, scores, strict=True)
@@ -295,6 +330,7 @@ class TrainLoop:
     def _state(self) -> TrainerState:
         """All that is known of the finished iterations."""
         parts = self._parts
+        busy_s, available_s = parts.watch.busy_and_available_s
         return TrainerState(
             attempt=self._settings.attempt,
             lineage=self._lineage,
@@ -305,6 +341,11 @@ class TrainLoop:
             wall_s=parts.clock.wall_s,
             wait_s=parts.clock.wait_s,
             rollout_positions=parts.collector.resume_positions(),
+            rollout_topic_id=parts.intake.topic_id,
+            open_evaluations=parts.evaluations.left(self._lineage.iteration),
+            data_digest=self._data_digest,
+            generator_busy_s=busy_s,
+            generator_available_s=available_s,
             tracker_run_id=parts.run_log.tracker_run_id,
         )
 
@@ -388,10 +429,13 @@ class TrainLoop:
 
     def _count_figures(self) -> dict[str, float]:
         counts = self._parts.collector.counts()
+        reused, forgotten = self._parts.collector.reused_and_forgotten()
         return {
             "rollouts/duplicate": float(counts.duplicate),
             "rollouts/dropped": float(sum(counts.dropped.values())),
             "rollouts/redispatched": float(self._parts.reporter.redispatched),
             "rollouts/dead_letters": float(self._parts.dead_letters()),
             "rollouts/refused_attempts": float(self._parts.collector.refused_attempts()),
+            "rollouts/reused": float(reused),
+            "rollouts/forgotten": float(forgotten),
         }

@@ -253,6 +253,9 @@ class WeightsServicer(WeightsServiceServicer):
         forgotten = await asyncio.to_thread(self._store.rewind, request.weight_version)
         for version in forgotten:
             self._receivers.forget_version(version)
+        newest = self._store.newest
+        if forgotten and newest is not None:
+            self._announcements.announce(newest.manifest)
         logger.info("back to version=%d (attempt %d): forgotten %s", request.weight_version, request.attempt, forgotten)
         return RewindResponse(forgotten_weight_versions=forgotten)
 

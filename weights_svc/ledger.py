@@ -33,7 +33,9 @@ class Ledger:
         if attempt < self.attempt:
             self._num_stale += 1
             raise StaleAttemptError(
-                f"attempt {attempt} is over: the run is at attempt {self.attempt} ({self._num_stale} such calls so far)"
+                f"attempt {attempt} is over: the run is at attempt {self.attempt} "
+                f"({self._num_stale} such calls so far)",
+                self.attempt,
             )
 
     def raise_attempt(self, attempt: int) -> None:

@@ -60,7 +60,9 @@ class KafkaDownload:
             lines = [part for name, value in properties.items() for part in ("--set", f"{name}={value}")]
             return [str(_broker(self.home)), "--dir", str(data), "--port", str(port), *lines]
         file = data / "server.properties"
-        file.write_text("".join(f"{name}={value}\n" for name, value in (_properties(data, port) | properties).items()))
+        file.write_text(
+            "".join(f"{name}={value}\n" for name, value in {**_properties(data, port), **properties}.items())
+        )
         storage = shlex.join(
             [str(self.home / "bin/kafka-storage.sh"), "format", "--config", str(file), "--cluster-id", _CLUSTER_ID]
         )

@@ -1,24 +1,31 @@
-"""One run from its first process to its last: starts, watches, stops and ends its processes.
+"""One run from its first process to its last: starts, watches, stops and ends its processes, in one attempt or several.
 
-It decides nothing about learning: the trainer says when the run is over.
+It decides nothing about learning: the trainer says when the run is over, and the checkpoint where the next attempt
+begins. What becomes of a process that dies is decided in restart_policy.py.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
+import time
 from dataclasses import dataclass
 from typing import Any
 
 from streamrl.command.accelerators import gpu_shares, visible_gpus
+from streamrl.command.attempts import begin_next_attempt
 from streamrl.command.broker import EmbeddedBroker
-from streamrl.command.child_process import ChildProcess
+from streamrl.command.broker_keeper import BrokerKeeper
 from streamrl.command.display import Display
 from streamrl.command.observer import Observation, Observer
+from streamrl.command.process_view import view_processes
 from streamrl.command.report import error_report, now_text
+from streamrl.command.restart_policy import Deaths, NextAttempt
 from streamrl.command.settings import Settings
 from streamrl.command.stop_signals import StopSignals, ignore_stop_signals
 from streamrl.command.supervisor import Supervisor, service_launches
-from streamrl.errors import StreamRLError
+from streamrl.command.watchdog import Watchdog
+from streamrl.errors import NoProgressError, StreamRLError
 from streamrl.run_folder import RunFolder, RunRecord, RunStatus, ServiceRecord
 from streamrl.v1.trainer_pb2 import TrainerServiceGetStatusResponse
 
@@ -29,10 +36,12 @@ _BEFORE_ITERATIONS = ("starting", "evaluating")
 """States of a trainer that stand before its first iteration, too."""
 _GRACE_S = 10.0
 """For generators, when the run is over: nothing of theirs is needed any more."""
-_FAILED_START_GRACE_S = 3.0
-_FAILED_GRACE_S = 8.0
-"""For the trainer, when another service has failed, to end what it can end alone, such as the writing of a checkpoint.
-Rollouts that it waits for do not come any more."""
+_BROKEN_GRACE_S = 3.0
+"""For trainer and generators, when something that they need is gone."""
+_GIVE_UP_S = 8.0
+"""For the trainer, when something that it needs is gone, to give up its iteration and to begin with its checkpoint."""
+_CHECKPOINT_S = 600.0
+"""For a checkpoint that has begun."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,7 @@ async def conduct(
     """Starts a run's services and returns when all have ended. Failures are in the outcome.
 
     Args:
+        settings: as they stand in the folder, of the attempt that begins.
         record: as it stands in the folder; replaced there whenever a process starts or ends.
         broker: the embedded broker, already running; ended with the run. None: the run uses a cluster.
     """
@@ -80,69 +90,130 @@ class _Conductor:
         self._folder = folder
         self._record = record
         self._display = display
-        self._broker = broker
         self._signals = signals
         self._stop_asked = asyncio.Event()
         self._abort_asked = asyncio.Event()
         self._observation = Observation(None, None)
+        self._notes_shown: set[str] = set()
+        self._deaths = Deaths()
+        self._supervisor: Supervisor | None = None
+        self._broker: BrokerKeeper | None = None
+        if broker is not None:
+            self._broker = BrokerKeeper(
+                broker,
+                folder.log("broker"),
+                self._deaths,
+                max_restarts=settings.run.max_restarts,
+                on_change=self._tell_change,
+            )
 
     async def conduct(self) -> Outcome:
-        run, rpc = self._settings.run, self._settings.rpc
-        async with Observer(run.id, run.attempt, rpc.trainer_address, rpc.scheduler_address) as observer:
-            supervisor = Supervisor(
-                self._folder,
-                service_launches(
-                    self._folder.settings,
-                    self._settings.generator.num_instances,
-                    gpu_shares(self._settings, visible_gpus(os.environ)),
-                ),
-                max_restarts=run.max_restarts,
-                on_generator_death=observer.report_death,
-                on_change=lambda sentence: self._note(supervisor, sentence),
-            )
-            broker = ChildProcess(self._broker.process) if self._broker is not None else None
-            error: BaseException | None = None
-            self._signals.hand_to(self._on_signal)
+        error: BaseException | None = None
+        async with Observer(self._settings.run.id, self._settings.rpc) as observer:
             try:
-                await self._until_over(supervisor, observer, broker)
+                while (next_attempt := await self._attempt(observer)) is not None:
+                    if not await self._pause_before(next_attempt):
+                        break
+                    self._settings = begin_next_attempt(self._folder, self._settings)
+                    if self._broker is not None:
+                        self._broker.replace()
             except (ValueError, StreamRLError) as caught:
                 logger.error("the run failed: %s", caught)
                 error = caught
             finally:
                 # Everything is ended now anyway, within seconds: a signal makes it at once.
                 self._signals.hand_to(self._abort_asked.set)
-                await self._end(supervisor, broker, failed=error is not None)
+                if self._broker is not None:
+                    await self._broker.end(_BROKEN_GRACE_S)
                 ignore_stop_signals()
         return self._outcome(error)
 
-    async def _until_over(self, supervisor: Supervisor, observer: Observer, broker: ChildProcess | None) -> None:
+    async def _attempt(self, observer: Observer) -> NextAttempt | None:
+        """One attempt, until nothing of it runs any more.
+
+        Returns:
+            None when the run is over; else why there is to be another attempt.
+
+        Raises:
+            ValueError: a service refused its settings.
+            StreamRLError: something ended that is not coming back, or nothing moved any more.
+        """
+        run = self._settings.run
+        observer.begin_attempt(run.attempt)
+        self._supervisor = supervisor = Supervisor(
+            self._folder,
+            service_launches(
+                self._folder.settings,
+                self._settings.generator.num_instances,
+                gpu_shares(self._settings, visible_gpus(os.environ)),
+            ),
+            observer,
+            self._deaths,
+            max_restarts=run.max_restarts,
+            on_change=self._tell_change,
+        )
+        is_broken = True
+        self._signals.hand_to(self._on_signal)
+        try:
+            next_attempt = await self._until_over(supervisor, observer)
+            is_broken = next_attempt is not None
+            return next_attempt
+        finally:
+            self._signals.hand_to(self._abort_asked.set)
+            await self._end(supervisor, observer, is_broken=is_broken)
+
+    async def _until_over(self, supervisor: Supervisor, observer: Observer) -> NextAttempt | None:
+        """Returns when the trainer is done, the run is to be aborted (None), or a next attempt is needed."""
         services = asyncio.create_task(supervisor.run(), name="services")
-        helpers = [
+        watched: list[asyncio.Task[Any]] = [
+            services,
+            asyncio.create_task(self._abort_asked.wait(), name="abort"),
             asyncio.create_task(self._observe(observer), name="observe"),
             asyncio.create_task(self._stop_when_asked(supervisor, observer), name="stop"),
         ]
-        watched = [services, asyncio.create_task(self._abort_asked.wait(), name="abort"), *helpers]
+        broker = asyncio.create_task(self._broker.keep(), name="broker") if self._broker is not None else None
         if broker is not None:
-            watched.append(supervisor.watch_broker(broker))
+            watched.append(broker)
         try:
-            while not services.done() and not self._abort_asked.is_set():
+            while not self._abort_asked.is_set():
                 done, _ = await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     watched.remove(task)
                     task.result()
+                if broker is not None and broker in done:
+                    return broker.result()
+                if services in done:
+                    return services.result()
+            supervisor.kill()
+            return None
         finally:
-            if self._abort_asked.is_set():
-                supervisor.kill()
             for task in watched:
                 task.cancel()
             await asyncio.gather(*watched, return_exceptions=True)
 
     async def _observe(self, observer: Observer) -> None:
-        """Shows what the run does, once a second."""
+        """Shows what the run does, once a second, and ends the wait when it does nothing any more.
+
+        Raises:
+            NoProgressError: nothing has moved for `run.no_progress_s`.
+        """
+        watchdog = Watchdog(self._settings.run.no_progress_s, time.monotonic())
         while True:
             self._observation = await observer.observe()
             self._display.update(self._observation)
+            self._show_notes(self._observation.trainer)
+            now_s = time.monotonic()
+            processes = view_processes(self._record.services) if watchdog.wants_processes(now_s) else ()
+            if (sentence := watchdog.look(self._observation, processes, now_s)) is not None:
+                raise NoProgressError(sentence)
             await asyncio.sleep(_OBSERVE_EVERY_S)
+
+    def _show_notes(self, status: TrainerServiceGetStatusResponse | None) -> None:
+        """What the trainer wants read, once each."""
+        for note in status.notes if status is not None else ():
+            if note not in self._notes_shown:
+                self._notes_shown.add(note)
+                self._display.step(note)
 
     async def _stop_when_asked(self, supervisor: Supervisor, observer: Observer) -> None:
         await self._stop_asked.wait()
@@ -163,18 +234,46 @@ class _Conductor:
             self._display.step("asked to stop; once more stops at once")
             self._stop_asked.set()
 
-    async def _end(self, supervisor: Supervisor, broker: ChildProcess | None, *, failed: bool) -> None:
-        begun_grace_s = _FAILED_GRACE_S if self._iterations > 0 else _FAILED_START_GRACE_S
-        grace_s = begun_grace_s if failed else _GRACE_S
-        ending = asyncio.create_task(supervisor.end(grace_s))
+    async def _pause_before(self, next_attempt: NextAttempt) -> bool:
+        """Waits as long as the next attempt is to wait. False: the run was asked to stop."""
+        if self._stop_asked.is_set() or self._abort_asked.is_set():
+            return False
+        self._display.step(
+            f"{next_attempt.reason}: the run is taken up again from its newest checkpoint in {next_attempt.delay_s:g} s"
+        )
+        self._signals.hand_to(self._on_signal)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stop_asked.wait(), next_attempt.delay_s)
+        return not self._stop_asked.is_set()
+
+    async def _end(self, supervisor: Supervisor, observer: Observer, *, is_broken: bool) -> None:
+        """Ends the services of an attempt in order, or at once when that is asked for."""
+        ending = asyncio.create_task(self._end_in_order(supervisor, observer, is_broken=is_broken))
         abort = asyncio.create_task(self._abort_asked.wait())
         await asyncio.wait([ending, abort], return_when=asyncio.FIRST_COMPLETED)
         if not ending.done():
             supervisor.kill()
             await ending
         abort.cancel()
-        if broker is not None:
-            await broker.end(_FAILED_START_GRACE_S)
+
+    async def _end_in_order(self, supervisor: Supervisor, observer: Observer, *, is_broken: bool) -> None:
+        supervisor.expect_ends()
+        if is_broken:
+            await self._let_trainer_save(supervisor, observer)
+        await supervisor.end(_BROKEN_GRACE_S if is_broken else _GRACE_S)
+
+    async def _let_trainer_save(self, supervisor: Supervisor, observer: Observer) -> None:
+        """Has the trainer give up its iteration, whose rollouts do not come any more, and write a checkpoint of those
+        before."""
+        if not supervisor.runs("trainer") or not await observer.ask_to_stop(at_once=True):
+            return
+        begun_s = time.monotonic()
+        while supervisor.runs("trainer"):
+            status = (await observer.observe()).trainer
+            saves = status is not None and status.state == "checkpointing"
+            if time.monotonic() - begun_s > (_CHECKPOINT_S if saves else _GIVE_UP_S):
+                return
+            await supervisor.ended("trainer", _OBSERVE_EVERY_S)
 
     def _outcome(self, error: BaseException | None) -> Outcome:
         summary: dict[str, Any] | None = None
@@ -208,7 +307,7 @@ class _Conductor:
     def _iterations(self) -> int:
         return self._observation.trainer.iteration if self._observation.trainer is not None else 0
 
-    def _note(self, supervisor: Supervisor, sentence: str) -> None:
+    def _tell_change(self, sentence: str) -> None:
         """Says that a process started or ended, and writes down which run."""
         self._display.step(sentence)
         rpc = self._settings.rpc
@@ -221,13 +320,11 @@ class _Conductor:
                 address=addresses.get(running.service, ""),
                 restarts=running.restarts,
             )
-            for running in supervisor.running
+            for running in (self._supervisor.running if self._supervisor is not None else ())
         ]
-        self._record = self._record.model_copy(update={"services": (*self._broker_record(), *services)})
+        broker = [self._broker.record] if self._broker is not None else []
+        self._record = self._record.model_copy(update={"services": (*broker, *services)})
         self._folder.write_record(self._record)
-
-    def _broker_record(self) -> list[ServiceRecord]:
-        return [record for record in self._record.services if record.service == "broker"]
 
 
 def how_it_stops(status: TrainerServiceGetStatusResponse | None) -> str:

@@ -117,6 +117,13 @@ def _parser() -> argparse.ArgumentParser:
         "request", nargs="?", type=Path, metavar="FILE", help="a JSON object (default: standard input)"
     )
 
+    topics = _command(
+        commands, "topics", "streamrl.command.topics:topics", "make, list or delete the topics of a run in its cluster"
+    )
+    topics.add_argument("action", choices=("create", "list", "delete"), help="what to do with them")
+    _settings_arguments(topics)
+    _site_argument(topics)
+
     _command(commands, "doctor", "streamrl.command.doctor:doctor", "say what this machine lacks, and how to get it")
     return parser
 

@@ -97,6 +97,7 @@ def carry_out(
         check_services(settings)
         broker_check.result()
     settings = with_addresses(settings)
+    settings = settings.model_copy(update={"run": settings.run.model_copy(update={"watched": True})})
     with contextlib.ExitStack() as stack:
         broker: EmbeddedBroker | None = None
         if not settings.kafka.bootstrap_servers:

@@ -2,13 +2,22 @@
 
 All services of a run are given the same CONFIG: the addresses in it must be real ones, since nobody can hand on a port
 that one of them has found free. With `--site` a service takes broker and peers of that site (sites.py).
+
+Which attempt of the run it is, CONFIG does not say. Each start of the trainer is the next one, counted in its run
+folder. The others begin as the first; one that is refused because the run has gone on is started over as a part of the
+attempt that it met.
 """
 
 import os
+import signal
+import subprocess
+import threading
 from argparse import Namespace
 from pathlib import Path
 
-from streamrl.command.report import write_error
+from streamrl import lifetime
+from streamrl.command.attempts import begin_next_attempt
+from streamrl.command.report import EXIT_COMPLETED, write_error
 from streamrl.command.resolve import resolve
 from streamrl.command.settings import Settings
 from streamrl.command.sites import at_site
@@ -22,10 +31,15 @@ _MUST_FIND = {
     "weights": ("weights_address",),
 }
 """What each service must be able to find: nobody calls the trainer or a generator to do the work."""
+_START_OVER_S = 1.0
+"""Before a service is started over: the peer that it met may not have been started over itself."""
 
 
 def serve(arguments: Namespace) -> int:
-    """Becomes the service; returns only by raising.
+    """Runs the service until it ends.
+
+    Returns:
+        Its exit code.
 
     Raises:
         ValueError: the settings leave open what only `streamrl run` could decide, or the service does not stand at
@@ -38,11 +52,12 @@ def serve(arguments: Namespace) -> int:
     check_final(service, settings)
     if service == "generator" and arguments.instance is None:
         raise ValueError("give this generator a name of its own in the run: --instance generator-0")
-    settings_file = _write_settings(service, instance, settings)
-    place = f" at site {settings.run.site}" if settings.run.site else ""
-    write_error(f"{instance} of run {settings.run.id}{place}: settings in {settings_file}")
-    command = service_command(service, instance, settings_file)
-    os.execv(command[0], command)
+    folder = RunFolder(settings.run.folder)
+    with unusable_as_bad_input(folder.path):
+        (folder.path / "services").mkdir(parents=True, exist_ok=True)
+    if service == "trainer" and os.environ.get("NODE_RANK", "0") == "0":
+        return _serve_trainer(settings, folder, instance)
+    return _serve_follower(service, settings, folder, instance)
 
 
 def check_final(service: str, settings: Settings) -> None:
@@ -59,15 +74,60 @@ def check_final(service: str, settings: Settings) -> None:
         raise ValueError("; ".join(problems))
 
 
-def _write_settings(service: str, instance: str, settings: Settings) -> Path:
-    """Where a service finds its settings: the trainer's run folder is the run's own, and has them where every run does.
+def _serve_trainer(settings: Settings, folder: RunFolder, instance: str) -> int:
+    """The trainer, which alone decides that there is a next attempt. Its run folder is the run's own."""
+    with folder.lock():
+        summary = folder.read_summary() or {}
+        if summary.get("status") == "completed" and summary.get("iterations", 0) >= settings.trainer.num_iterations:
+            write_error(f"run {settings.run.id} is completed: it has done its {summary['iterations']} iterations")
+            return EXIT_COMPLETED
+        settings = begin_next_attempt(folder, settings)
+        _announce(settings, instance, folder.settings)
+        return _Foreground().run(service_command("trainer", instance, folder.settings))
 
-    Raises:
-        ValueError: the place is not one where a run can be.
-    """
-    folder = RunFolder(settings.run.folder)
-    file = folder.settings if service == "trainer" else folder.path / "services" / f"{instance}.settings.json"
-    with unusable_as_bad_input(folder.path):
-        (folder.path / "services").mkdir(parents=True, exist_ok=True)
+
+def _serve_follower(service: str, settings: Settings, folder: RunFolder, instance: str) -> int:
+    """Any other process, started over as long as it is told of a newer attempt."""
+    file = folder.path / "services" / f"{instance}.settings.json"
+    foreground = _Foreground()
+    while True:
         write_private(file, settings.model_dump_json(indent=2))
-    return file
+        folder.error_file(instance).unlink(missing_ok=True)
+        _announce(settings, instance, file)
+        exit_code = foreground.run(service_command(service, instance, file))
+        attempt = folder.read_newer_attempt(instance)
+        if foreground.stop_asked.is_set() or attempt < settings.run.attempt or attempt == 0:
+            return exit_code
+        settings = settings.model_copy(update={"run": settings.run.model_copy(update={"attempt": attempt})})
+        if foreground.stop_asked.wait(_START_OVER_S):
+            return exit_code
+
+
+def _announce(settings: Settings, instance: str, settings_file: Path) -> None:
+    place = f" at site {settings.run.site}" if settings.run.site else ""
+    write_error(f"{instance} of run {settings.run.id}{place}, attempt {settings.run.attempt}: {settings_file}")
+
+
+class _Foreground:
+    """Runs one process after another as if each were this one: signals go to it, its exit code comes back."""
+
+    def __init__(self) -> None:
+        """Call it in the main thread."""
+        self.stop_asked = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._forward)
+
+    def run(self, command: tuple[str, ...]) -> int:
+        """Returns the exit code, as a shell would give it."""
+        self._process = lifetime.spawn(command, with_signal=signal.SIGTERM)
+        if self.stop_asked.is_set():
+            # Asked while it was started.
+            self._process.terminate()
+        exit_code = self._process.wait()
+        return exit_code if exit_code >= 0 else 128 - exit_code
+
+    def _forward(self, _number: int, _frame: object) -> None:
+        self.stop_asked.set()
+        if self._process is not None:
+            self._process.terminate()

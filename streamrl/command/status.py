@@ -33,8 +33,7 @@ def status(arguments: Namespace) -> int:
 
 
 async def _status(folder: RunFolder, settings: ServiceSettings, *, watch: bool, as_json: bool) -> int:
-    run, rpc = settings.run, settings.rpc
-    async with Observer(run.id, run.attempt, rpc.trainer_address, rpc.scheduler_address) as observer:
+    async with Observer(settings.run.id, settings.rpc) as observer:
 
         async def observe() -> tuple[RunRecord, Observation]:
             record = folder.read_record()

@@ -1,22 +1,24 @@
-"""Keeps the processes of a run alive until the trainer is done, and ends them all.
+"""Keeps the services of one attempt of a run alive until the trainer has ended, and ends them all.
 
-What to do when one ends is decided in restart_policy.py.
+What to do when one ends is decided in restart_policy.py. The broker, which outlives attempts, is broker_keeper.py's.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from streamrl import lifetime
 from streamrl.command.child_process import ChildProcess
 from streamrl.command.death_reason import death_reason, describe_exit
-from streamrl.command.restart_policy import EXIT_BAD_INPUT, WINDOW_S, decide
+from streamrl.command.observer import Observer
+from streamrl.command.restart_policy import EXIT_BAD_INPUT, Death, Deaths, NextAttempt, decide
 from streamrl.errors import ServiceDiedError
 from streamrl.lifetime import ProcessIdentity
 from streamrl.run_folder import RunFolder
@@ -76,42 +78,46 @@ def service_command(service: str, instance: str, settings_file: Path) -> tuple[s
 
 
 class Supervisor:
-    """The processes of one run. Use it from the main thread: children are signalled when their starting thread ends."""
+    """The services of one attempt. Use it from the main thread: children are signalled when their starting thread
+    ends."""
 
     def __init__(
         self,
         folder: RunFolder,
         launches: Sequence[Launch],
+        observer: Observer,
+        deaths: Deaths,
         *,
         max_restarts: int,
-        on_generator_death: Callable[[str], Awaitable[bool]],
         on_change: Callable[[str], None],
     ) -> None:
         """
         Args:
-            on_generator_death: called with the instance's name; answers whether it had ever registered.
+            observer: knows who was ready, and tells the scheduler of dead generators.
+            deaths: of all attempts.
             on_change: called with a sentence whenever a process was started or has ended.
         """
         self._folder = folder
         self._launches = launches
+        self._observer = observer
+        self._deaths = deaths
         self._max_restarts = max_restarts
-        self._on_generator_death = on_generator_death
         self._on_change = on_change
         self._children: dict[str, ChildProcess] = {}
-        self._restarts: dict[str, int] = {}
         self._stopping = False
 
     @property
     def running(self) -> list[RunningProcess]:
         """What runs now."""
         return [
-            RunningProcess(launch.service, launch.instance, child.identity, self._restarts.get(launch.instance, 0))
+            RunningProcess(launch.service, launch.instance, child.identity, self._deaths.count(launch.instance))
             for launch in self._launches
             if (child := self._children.get(launch.instance)) is not None and child.is_running
         ]
 
-    async def run(self) -> None:
-        """Starts everything and returns when the trainer has ended as it should.
+    async def run(self) -> NextAttempt | None:
+        """Starts everything and returns when the trainer has ended: None, or why and when the run is to be taken up
+        again.
 
         Raises:
             ValueError: a service refused its settings.
@@ -122,19 +128,32 @@ class Supervisor:
             while tasks:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    task.result()
+                    next_attempt = task.result()
                     if tasks.pop(task).service == "trainer":
-                        return
+                        return next_attempt
                 if not self._stopping and all(launch.service != "generator" for launch in tasks.values()):
                     raise ServiceDiedError("every generator has been drained: nobody is left to answer the prompts")
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        return None
 
-    def watch_broker(self, broker: ChildProcess) -> "asyncio.Task[None]":
-        """A task that fails when the embedded broker ends before it was asked to."""
-        return asyncio.create_task(self._watch_broker(broker), name="broker")
+    def expect_ends(self) -> None:
+        """From now on the end of a process surprises nobody."""
+        self._stopping = True
+
+    def runs(self, instance: str) -> bool:
+        """Whether a process runs now."""
+        child = self._children.get(instance)
+        return child is not None and child.is_running
+
+    async def ended(self, instance: str, timeout_s: float) -> bool:
+        """Waits for the end of a process. False: it still runs after `timeout_s`."""
+        if self.runs(instance):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._children[instance].wait(), timeout_s)
+        return not self.runs(instance)
 
     def terminate(self, service: str) -> None:
         """Asks the processes of one service to end in order. An end that was asked for does not fail the run."""
@@ -163,39 +182,40 @@ class Supervisor:
         children = [self._children.get(launch.instance) for launch in self._launches if launch.service in services]
         await asyncio.gather(*(child.end(grace_s) for child in children if child is not None))
 
-    async def _keep(self, launch: Launch) -> None:
-        """Runs one service until it is done."""
-        was_ready = False
-        deaths: list[float] = []
+    async def _keep(self, launch: Launch) -> NextAttempt | None:
+        """Runs one service until it is done, or needs a new attempt."""
+        instance = launch.instance
         while True:
-            self._folder.error_file(launch.instance).unlink(missing_ok=True)
-            log_start = _size(self._folder.log(launch.instance))
+            self._folder.error_file(instance).unlink(missing_ok=True)
+            log_start = _size(self._folder.log(instance))
             child = self._start(launch)
             exit_code = await child.wait()
-            logger.info("%s (pid %d) ended: %s", launch.instance, child.identity.pid, describe_exit(exit_code))
+            logger.info("%s (pid %d) ended: %s", instance, child.identity.pid, describe_exit(exit_code))
             if self._stopping:
-                return
-            now = time.monotonic()
-            deaths = [death for death in deaths if now - death <= WINDOW_S] + [now]
+                return None
+            ages_s = self._deaths.add(instance, time.monotonic())
             if launch.service == "generator":
-                was_ready |= await self._on_generator_death(launch.instance)
-            decision = decide(
+                await self._observer.report_death(instance)
+            error = self._folder.read_error(instance)
+            death = Death(
                 launch.service,
                 exit_code,
-                was_ready=was_ready,
-                deaths_s=[now - death for death in deaths],
-                max_restarts=self._max_restarts,
+                error_kind=error["kind"] if error is not None else "",
+                was_ready=self._observer.was_ready(instance),
+                in_vain=self._deaths.fails_in_vain(instance, exit_code, self._observer.iterations),
             )
+            decision = decide(death, deaths_s=ages_s, max_restarts=self._max_restarts)
             if decision.action == "done":
-                self._on_change(f"{launch.instance} is done")
-                return
-            reason = death_reason(self._folder, launch.instance, exit_code, log_start)
+                self._on_change(f"{instance} is done")
+                return None
+            reason = death_reason(self._folder, instance, exit_code, log_start)
             if decision.action == "fail":
-                if exit_code == EXIT_BAD_INPUT:
+                if exit_code == EXIT_BAD_INPUT and not death.was_ready:
                     raise ValueError(reason)
-                raise ServiceDiedError(self._last_words(launch, exit_code, reason, len(deaths), was_ready))
-            self._restarts[launch.instance] = self._restarts.get(launch.instance, 0) + 1
-            self._on_change(f"{launch.instance} died ({reason}): starting it again in {decision.delay_s:g} s")
+                raise ServiceDiedError(self._last_words(death, instance, reason, len(ages_s)))
+            if decision.action == "next_attempt":
+                return NextAttempt(f"{instance} died ({reason})", decision.delay_s)
+            self._on_change(f"{instance} died ({reason}): starting it again in {decision.delay_s:g} s")
             await asyncio.sleep(decision.delay_s)
 
     def _start(self, launch: Launch) -> ChildProcess:
@@ -211,23 +231,16 @@ class Supervisor:
         self._on_change(f"{launch.instance} started (pid {process.pid})")
         return child
 
-    async def _watch_broker(self, broker: ChildProcess) -> None:
-        exit_code = await broker.wait()
-        if not self._stopping:
-            raise ServiceDiedError(
-                f"the embedded broker ended ({describe_exit(exit_code)}), and what it held is lost: see "
-                f"{self._folder.log('broker')}. A Kafka cluster (kafka.bootstrap_servers) would keep it."
-            )
-
-    def _last_words(self, launch: Launch, exit_code: int, reason: str, num_deaths: int, was_ready: bool) -> str:
-        log = self._folder.log(launch.instance)
-        if launch.service != "generator":
-            how = f"{launch.instance} ended"
-        elif exit_code > 0 and not was_ready:
-            how = f"{launch.instance} could not start"
+    def _last_words(self, death: Death, instance: str, reason: str, num_deaths: int) -> str:
+        if death.exit_code > 0 and not death.was_ready:
+            how = f"{instance} could not start"
+        elif num_deaths > self._max_restarts > 0:
+            how = f"{instance} died {num_deaths} times within an hour (run.max_restarts is {self._max_restarts})"
+        elif death.in_vain:
+            how = f"{instance} failed twice after the same iteration"
         else:
-            how = f"{launch.instance} died {num_deaths} times within an hour (run.max_restarts is {self._max_restarts})"
-        return f"{how}: {reason} (log: {log})"
+            how = f"{instance} ended"
+        return f"{how}: {reason} (log: {self._folder.log(instance)})"
 
 
 def _size(file: Path) -> int:

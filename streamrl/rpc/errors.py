@@ -1,5 +1,6 @@
 """Errors to status codes and back. The one place for both ways."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -7,7 +8,7 @@ import grpc
 
 from streamrl.errors import RefusedError, StaleAttemptError, StreamRLError, UnavailableError, WeightTransferError
 
-_STALE_ATTEMPT = "stale attempt: "
+_STALE_ATTEMPT = re.compile(r"stale attempt \(now (\d+)\): ")
 
 _UNAVAILABLE = frozenset(
     {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED, grpc.StatusCode.ABORTED}
@@ -17,7 +18,7 @@ _UNAVAILABLE = frozenset(
 def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
     """The status code and details that a servicer answers with when it raises."""
     if isinstance(error, StaleAttemptError):
-        return grpc.StatusCode.FAILED_PRECONDITION, _STALE_ATTEMPT + str(error)
+        return grpc.StatusCode.FAILED_PRECONDITION, f"stale attempt (now {error.current_attempt}): {error}"
     if isinstance(error, RefusedError):
         return grpc.StatusCode.FAILED_PRECONDITION, str(error)
     if isinstance(error, LookupError):
@@ -44,8 +45,8 @@ def error_of(error: grpc.RpcError, peer: str) -> StreamRLError:
     code, details = error.code(), error.details() or ""
     if code in _UNAVAILABLE:
         return UnavailableError(f"{peer} does not answer ({code.name}): {details}")
-    if details.startswith(_STALE_ATTEMPT):
-        return StaleAttemptError(f"{peer} refused: {details.removeprefix(_STALE_ATTEMPT)}")
+    if stale := _STALE_ATTEMPT.match(details):
+        return StaleAttemptError(f"{peer} refused: {details[stale.end() :]}", int(stale[1]))
     if code is grpc.StatusCode.DATA_LOSS:
         return WeightTransferError(f"{peer}: {details}")
     return RefusedError(f"{peer} refused ({code.name}): {details}")

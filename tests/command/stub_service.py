@@ -4,11 +4,14 @@ It speaks the services' contract with the command (arguments, exit codes, error 
 does no work. The environment variable STUB says, by instance, how it behaves:
     check_s         seconds that --check takes
     check_error     --check refuses with this message
+    met_attempt     it is refused as long as it is of an earlier attempt than this
     exit_code       it ends with this code, with `error` in its error file
     after_s         seconds before it does so (0: before it registers)
     deaf            it never notices SIGTERM
     child           it leaves a child of its own running
-    iteration_s     trainer: seconds of an iteration
+    iteration_s     trainer: seconds of an iteration; each one leaves a checkpoint, which the next attempt goes on from
+    note            trainer: a sentence for whoever started the run
+    waits_after     trainer: after so many iterations it waits for ever
 """
 
 import argparse
@@ -57,12 +60,18 @@ async def _serve(service: str, instance: str, settings: dict[str, Any], folder: 
     if behaviour.get("child"):
         child = await asyncio.create_subprocess_exec("sleep", "1000")
         (folder / "services" / f"{instance}.child").write_text(str(child.pid))
+    if settings["run"]["attempt"] < behaviour.get("met_attempt", 0):
+        report = {"kind": "StaleAttemptError", "message": "too old", "current_attempt": behaviour["met_attempt"]}
+        (folder / "services" / f"{instance}.error.json").write_text(json.dumps(report))
+        return 1
     if "exit_code" in behaviour and not behaviour.get("after_s"):
         return _end(instance, folder, behaviour)
     if service == "trainer":
         return await _train(settings, folder, stop, behaviour)
     if service == "scheduler":
         await _Fleet().serve(settings, stop)
+    elif service == "weights":
+        await _serve_nothing("streamrl.v1.WeightsService", settings["rpc"]["weights_address"], stop)
     elif service == "generator":
         await _register(instance, settings)
     if "exit_code" in behaviour:
@@ -113,6 +122,14 @@ class _Fleet(scheduler_pb2_grpc.SchedulerServiceServicer):
         return scheduler_pb2.GetFleetResponse(instances=self._instances.values(), waits=["batch 4 waits for version 3"])
 
 
+async def _serve_nothing(name: str, address: str, stop: asyncio.Event) -> None:
+    """A server that only says that it is there."""
+    server = Server(name, lambda raw: None)
+    await server.serve(address)
+    await stop.wait()
+    await server.stop()
+
+
 async def _register(instance: str, settings: dict[str, Any]) -> None:
     async with open_aio_channel(settings["rpc"]["scheduler_address"]) as channel:
         stub: Any = scheduler_pb2_grpc.SchedulerServiceStub(channel)
@@ -122,10 +139,15 @@ async def _register(instance: str, settings: dict[str, Any]) -> None:
 
 
 class _Trainer(trainer_pb2_grpc.TrainerServiceServicer):
-    def __init__(self, run_id: str, num_iterations: int) -> None:
+    def __init__(self, run_id: str, first_iteration: int, num_iterations: int, notes: list[str]) -> None:
         self.stop = asyncio.Event()
         self.status = trainer_pb2.TrainerServiceGetStatusResponse(
-            run_id=run_id, pid=os.getpid(), state="training", num_iterations=num_iterations
+            run_id=run_id,
+            pid=os.getpid(),
+            state="training",
+            iteration=first_iteration,
+            num_iterations=num_iterations,
+            notes=notes,
         )
 
     async def GetStatus(self, request: Any, context: Any) -> Any:
@@ -138,7 +160,11 @@ class _Trainer(trainer_pb2_grpc.TrainerServiceServicer):
 
 async def _train(settings: dict[str, Any], folder: Path, stop: asyncio.Event, behaviour: dict[str, Any]) -> int:
     run_id, num_iterations = settings["run"]["id"], settings["trainer"]["num_iterations"]
-    trainer = _Trainer(run_id, num_iterations)
+    checkpoint = folder / "checkpoints" / "iteration"
+    checkpoint.parent.mkdir(exist_ok=True)
+    first_iteration = int(checkpoint.read_text()) if checkpoint.exists() else 0
+    notes = [behaviour["note"]] if "note" in behaviour else []
+    trainer = _Trainer(run_id, first_iteration, num_iterations, notes)
 
     def register(raw: grpc.aio.Server) -> None:
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(trainer, raw)
@@ -146,13 +172,21 @@ async def _train(settings: dict[str, Any], folder: Path, stop: asyncio.Event, be
     server = Server("streamrl.v1.TrainerService", register)
     await server.serve(settings["rpc"]["trainer_address"])
     while trainer.status.iteration < num_iterations and not trainer.stop.is_set() and not stop.is_set():
+        if trainer.status.iteration == behaviour.get("waits_after"):
+            trainer.status.state, trainer.status.waits_for = "waiting", "rollouts of batch 2: 0 of 32"
+            await trainer.stop.wait()
+            break
         await asyncio.sleep(behaviour.get("iteration_s", 0.1))
         trainer.status.iteration += 1
+        checkpoint.write_text(str(trainer.status.iteration))
         trainer.status.metrics["reward/mean"] = 0.5
-        if "exit_code" in behaviour and trainer.status.iteration * behaviour["iteration_s"] >= behaviour["after_s"]:
+        lived_s = (trainer.status.iteration - first_iteration) * behaviour.get("iteration_s", 0.1)
+        if "exit_code" in behaviour and lived_s >= behaviour["after_s"]:
+            checkpoint.write_text(str(first_iteration))
             return _end("trainer", folder, behaviour)
     done = trainer.status.iteration == num_iterations
     summary = summary_of(run_id, "completed" if done else "stopped", trainer.status.iteration)
+    summary["attempts"] = settings["run"]["attempt"]
     (folder / "summary.json").write_text(json.dumps(summary))
     await server.stop()
     return 0

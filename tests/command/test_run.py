@@ -96,8 +96,26 @@ def test_a_service_that_refuses_its_settings_fails_the_run_as_bad_input(place: A
     assert done.result["error"] == {"kind": "bad_input", "message": "field 'question' is missing from data.jsonl"}
 
 
-def test_a_service_that_is_not_started_again_ends_the_run(place: Any) -> None:
-    run = place.start_run("--set", "trainer.num_iterations=1000", stub=SLOW_RUN)
+def test_whatever_serves_others_is_started_again_alone(place: Any) -> None:
+    run = place.start_run("--set", "trainer.num_iterations=60", stub=SLOW_RUN)
+    _wait_until_training(place)
+    trainer = place.pid_of("trainer")
+    # One is killed, and one ended in order by somebody who should not.
+    for service, number in (("scheduler", signal.SIGKILL), ("weights", signal.SIGTERM)):
+        first = place.pid_of(service)
+        os.kill(first, number)
+        place.eventually(lambda s=service, f=first: s in _instances(place) and place.pid_of(s) != f)  # type: ignore[misc]
+    assert place.pid_of("trainer") == trainer
+    done = place.ended(run)
+    assert done.exit_code == 0, done.stderr
+    assert "scheduler died (killed by signal SIGKILL): starting it again in 1 s" in done.stderr
+    assert "weights died (exit code 0): starting it again in 1 s" in done.stderr
+    assert done.result["attempts"] == 1
+    assert place.processes() == []
+
+
+def test_a_service_whose_budget_is_spent_ends_the_run(place: Any) -> None:
+    run = place.start_run("--set", "trainer.num_iterations=1000", "--set", "run.max_restarts=0", stub=SLOW_RUN)
     _wait_until_training(place)
     os.kill(place.pid_of("scheduler"), signal.SIGKILL)
     done = place.ended(run)
@@ -110,14 +128,81 @@ def test_a_service_that_is_not_started_again_ends_the_run(place: Any) -> None:
     assert "failed" in shown.stdout + shown.stderr and "stopped" not in shown.stdout + shown.stderr
 
 
-def test_a_broker_that_dies_ends_the_run(place: Any) -> None:
+@pytest.mark.parametrize(
+    ("instance", "why"),
+    [
+        ("trainer", "trainer died (killed by signal SIGKILL)"),
+        ("broker", "the embedded broker ended (killed by signal SIGKILL), and what it held is lost"),
+    ],
+)
+def test_what_a_run_cannot_go_on_without_is_answered_by_its_next_attempt(place: Any, instance: str, why: str) -> None:
+    run = place.start_run("--set", "trainer.num_iterations=40", stub=SLOW_RUN)
+    _wait_until_training(place)
+    before = {name: place.pid_of(name) for name in _instances(place)}
+    os.kill(before[instance], signal.SIGKILL)
+    done = place.ended(run)
+    assert done.exit_code == 0, done.stderr
+    assert f"{why}: the run is taken up again from its newest checkpoint in 1 s" in done.stderr
+    assert (done.result["attempts"], done.result["iterations"]) == (2, 40)
+    settings = json.loads((place.run_folder / "settings.json").read_text())
+    assert settings["run"]["attempt"] == 2
+    assert place.processes() == []
+
+
+def test_a_trainer_that_fails_again_at_the_same_place_fails_the_run(place: Any) -> None:
+    stub = {"trainer": {"iteration_s": 1.0, "exit_code": 1, "after_s": 3.0, "error": "CUDA error: device-side assert"}}
+    done = place.ended(place.start_run("--set", "trainer.num_iterations=1000", stub=stub))
+    assert done.exit_code == 1
+    message = done.result["error"]["message"]
+    assert "trainer failed twice after the same iteration: CUDA error: device-side assert" in message
+    assert json.loads((place.run_folder / "attempt.json").read_text())["attempt"] == 2
+    assert place.processes() == []
+
+
+def test_a_stop_that_is_asked_for_between_two_attempts_is_heard(place: Any) -> None:
     run = place.start_run("--set", "trainer.num_iterations=1000", stub=SLOW_RUN)
     _wait_until_training(place)
-    os.kill(place.pid_of("broker"), signal.SIGKILL)
+    os.kill(place.pid_of("trainer"), signal.SIGKILL)
+    assert run.stderr is not None
+    while "taken up again" not in run.stderr.readline():
+        pass
+    run.send_signal(signal.SIGTERM)
+    done = place.ended(run)
+    assert (done.exit_code, done.result["status"]) == (130, "stopped")
+    assert place.processes() == []
+
+
+def test_a_run_in_which_nothing_moves_ends_with_who_waits_for_whom(place: Any) -> None:
+    stub = {"trainer": {"iteration_s": 0.2, "waits_after": 2}}
+    run = place.start_run("--set", "trainer.num_iterations=1000", "--set", "run.no_progress_s=6", stub=stub)
+    place.eventually(lambda: (place.run_folder / "run.json").exists() and "generator-1" in _instances(place))
+    os.kill(place.pid_of("generator-1"), signal.SIGSTOP)
     done = place.ended(run)
     assert done.exit_code == 1
-    assert "the embedded broker ended (killed by signal SIGKILL)" in done.result["error"]["message"]
+    assert done.result["error"]["kind"] == "NoProgressError"
+    message = done.result["error"]["message"]
+    assert message.startswith("nothing has moved for ") and "(run.no_progress_s): " in message
+    assert "trainer waits for rollouts of batch 2: 0 of 32; scheduler: batch 4 waits for version 3" in message
+    assert "is stopped by a signal" in message
     assert place.processes() == []
+
+
+def test_what_the_trainer_wants_read_is_told_once(place: Any) -> None:
+    note = "7 of 100 training prompts are longer than data.max_prompt_tokens and left out"
+    done = place.ended(place.start_run(stub={"trainer": {"note": note, "iteration_s": 0.5}}))
+    assert done.exit_code == 0
+    assert done.stderr.count(note) == 1
+
+
+def test_a_run_whose_command_was_killed_after_training_is_completed(place: Any) -> None:
+    assert place.ended(place.start_run()).exit_code == 0
+    record = json.loads((place.run_folder / "run.json").read_text())
+    # As it was before the command could write how the run had ended.
+    record |= {"status": "running", "finished_at": None, "process": {"pid": 1 << 22, "start_ticks": 1}}
+    (place.run_folder / "run.json").write_text(json.dumps(record))
+    assert place.call("status", "r", "--json").result["state"] == "completed"
+    shown = place.call("status", "r")
+    assert "completed" in shown.stdout + shown.stderr and "dead" not in shown.stdout + shown.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
@@ -208,6 +293,8 @@ def test_everything_ends_when_the_command_is_killed(place: Any) -> None:
     run = place.start_run("--set", "trainer.num_iterations=1000", stub=stub)
     _wait_until_training(place)
     assert len(place.processes()) >= 7
+    # And one is stopped: a signal that asks it to end would wait until it goes on.
+    os.kill(place.pid_of("generator-0"), signal.SIGSTOP)
     run.send_signal(signal.SIGKILL)
     run.communicate()
     place.eventually(lambda: place.processes() == [], timeout_s=20)
@@ -308,6 +395,7 @@ def test_stop_now_does_not_wait_for_the_iteration(place: Any) -> None:
 
 def test_a_record_with_a_reused_process_id_harms_nobody(place: Any) -> None:
     assert place.ended(place.start_run()).exit_code == 0
+    (place.run_folder / "summary.json").unlink()
     with subprocess.Popen(["sleep", "1000"]) as innocent:
         record = json.loads((place.run_folder / "run.json").read_text())
         record |= {"status": "running", "process": {"pid": innocent.pid, "start_ticks": 1}}

@@ -15,6 +15,7 @@ FINAL = (
     "rpc.scheduler_address=127.0.0.1:5001",
     "rpc.weights_address=127.0.0.1:5002",
 )
+SET_FINAL = [part for item in FINAL for part in ("--set", item)]
 
 
 @pytest.mark.parametrize("service", ["trainer", "generator", "scheduler", "weights"])
@@ -27,16 +28,45 @@ def test_a_service_needs_the_broker_and_the_addresses_of_its_peers(tmp_path: Pat
 
 
 def test_a_served_service_runs_with_its_own_settings_file(place: Any) -> None:
-    arguments = [part for item in FINAL for part in ("--set", item)]
     stub = {"generator-7": {"exit_code": 3}}
-    done = place.call("serve", "generator", "job.toml", "--instance", "generator-7", *arguments, stub=stub)
+    done = place.call("serve", "generator", "job.toml", "--instance", "generator-7", *SET_FINAL, stub=stub)
     assert done.exit_code == 3
     file = place.run_folder / "services" / "generator-7.settings.json"
     assert json.loads(file.read_text())["rpc"]["weights_address"] == "127.0.0.1:5002"
 
 
+def test_a_service_that_meets_a_newer_attempt_is_started_over_as_a_part_of_it(place: Any) -> None:
+    stub = {"generator-0": {"met_attempt": 4, "exit_code": 5}}
+    done = place.call("serve", "generator", "job.toml", "--instance", "generator-0", *SET_FINAL, stub=stub)
+    assert done.exit_code == 5
+    assert [line.split(": ")[0] for line in done.stderr.splitlines()] == [
+        "generator-0 of run r, attempt 1",
+        "generator-0 of run r, attempt 4",
+    ]
+
+
+def test_each_start_of_the_trainer_is_the_next_attempt_until_the_run_is_completed(place: Any) -> None:
+    dies = {"trainer": {"exit_code": 1, "error": "no more"}}
+    for attempt in (1, 2):
+        done = place.call("serve", "trainer", "job.toml", *SET_FINAL, stub=dies)
+        assert done.exit_code == 1
+        assert json.loads((place.run_folder / "settings.json").read_text())["run"]["attempt"] == attempt
+    assert place.call("serve", "trainer", "job.toml", *SET_FINAL).exit_code == 0
+    done = place.call("serve", "trainer", "job.toml", *SET_FINAL, stub=dies)
+    assert done.exit_code == 0 and "is completed: it has done its 5 iterations" in done.stderr
+    assert json.loads((place.run_folder / "attempt.json").read_text())["attempt"] == 3
+
+
+def test_a_served_service_ends_when_it_is_told_to(place: Any) -> None:
+    process = place.start("serve", "weights", "job.toml", *SET_FINAL)
+    place.eventually((place.run_folder / "services" / "weights.settings.json").is_file)
+    place.eventually(lambda: len(place.processes()) == 2)
+    process.terminate()
+    assert place.ended(process).exit_code in (0, 143)
+    assert place.processes() == []
+
+
 def test_generators_need_names(place: Any) -> None:
-    arguments = [part for item in FINAL for part in ("--set", item)]
-    done = place.call("serve", "generator", "job.toml", *arguments)
+    done = place.call("serve", "generator", "job.toml", *SET_FINAL)
     assert done.exit_code == 2
     assert "--instance generator-0" in done.stderr

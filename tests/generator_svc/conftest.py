@@ -171,7 +171,7 @@ class ScriptedWeights(WeightsServiceServicer):
 
     async def Watch(self, request: WatchRequest, context: Any) -> AsyncIterator[WatchResponse]:
         await self.news.wait()
-        yield WatchResponse(weight_version=max(self.held))
+        yield WatchResponse(weight_version=max(self.held), attempt=1)
         await asyncio.Event().wait()
 
     async def Negotiate(self, request: NegotiateRequest, context: Any) -> NegotiateResponse:

@@ -9,7 +9,7 @@ import pytest
 from scheduler_svc.fleet_view import fleet_view, waits
 from scheduler_svc.ledger import Ledger
 from scheduler_svc.settings import SchedulerSection, SchedulerSettings
-from streamrl.errors import RecordError, RefusedError, StaleAttemptError
+from streamrl.errors import RecordError, RefusedError, StaleAttemptError, UnavailableError
 from streamrl.identity import PURPOSE_EVALUATION, PURPOSE_TRAIN, BatchKey, SampleKey, sample_seed
 from streamrl.settings import PipelineSection, RunSection, SamplingView
 from streamrl.v1.records_pb2 import Assignment, BatchEnd, Prompt, PromptRecord, RunEnd
@@ -281,11 +281,20 @@ def test_a_version_that_is_forgotten_by_a_resumed_run_admits_no_more() -> None:
     assert _samples(scene.advance()) == _keys(4)
 
 
-def test_records_of_an_earlier_attempt_are_refused_and_counted() -> None:
+def test_prompts_that_an_earlier_attempt_wrote_are_passed_over() -> None:
     scene = Scene(attempt=2).ready()
     scene.record(attempt=1, batch_end=BatchEnd(purpose=PURPOSE_TRAIN, batch=0, num_groups=1))
-    assert scene.ledger.refused == 1
     assert not scene.ledger.samples.batches
+
+
+def test_a_version_that_an_earlier_attempt_published_starts_nothing() -> None:
+    scene = Scene(attempt=2).ready()
+    scene.batch(4)
+    scene.ledger.announce(6, attempt=1)
+    assert scene.advance() == []
+    assert scene.ledger.newest_weight_version is None
+    scene.version(3)
+    assert _samples(scene.advance()) == _keys(4)
 
 
 def test_a_record_or_version_of_a_later_attempt_ends_this_process() -> None:
@@ -436,9 +445,12 @@ def test_calls_of_another_run_or_attempt_are_refused() -> None:
     scene = Scene(attempt=2)
     with pytest.raises(RefusedError, match="run 'other' reached the scheduler of run 'run'"):
         scene.register(run_id="other")
-    for attempt in (1, 3):
-        with pytest.raises(StaleAttemptError):
-            scene.register(attempt=attempt)
+    with pytest.raises(StaleAttemptError) as refusal:
+        scene.register(attempt=1)
+    assert refusal.value.current_attempt == 2
+    # This scheduler is the one that is late: whoever called tries again until it has made way.
+    with pytest.raises(UnavailableError):
+        scene.register(attempt=3)
     assert scene.ledger.refused == 1
 
 

@@ -46,7 +46,7 @@ async def served(error: Exception | None = None) -> tuple[Server, str]:
         (ValueError("too short"), RefusedError, "INVALID_ARGUMENT.*too short"),
         (KeyError("version 3 is not held"), RefusedError, "NOT_FOUND.*version 3 is not held"),
         (FileExistsError("another digest"), RefusedError, "ALREADY_EXISTS.*another digest"),
-        (StaleAttemptError("attempt 1, expected 2"), StaleAttemptError, "attempt 1, expected 2"),
+        (StaleAttemptError("attempt 1, expected 2", 2), StaleAttemptError, "attempt 1, expected 2"),
         (RefusedError("wrong tokenizer"), RefusedError, "FAILED_PRECONDITION.*wrong tokenizer"),
         (UnavailableError("no version yet"), UnavailableError, "no version yet"),
         (ZeroDivisionError("bug"), RefusedError, "INTERNAL.*ZeroDivisionError: bug"),
@@ -67,6 +67,9 @@ def test_what_a_servicer_raises_reaches_the_caller_as_one_of_our_errors(
                 else:
                     await stub.ListVersions(weights_pb2.ListVersionsRequest(), timeout=10)
             assert address in str(caught.value)
+            if isinstance(raised, StaleAttemptError):
+                assert isinstance(caught.value, StaleAttemptError)
+                assert caught.value.current_attempt == raised.current_attempt
         await server.stop()
 
     asyncio.run(scenario())

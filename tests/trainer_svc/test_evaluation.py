@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from typing import Any
 
 from streamrl.identity import PURPOSE_EVALUATION, BatchKey, SampleKey
@@ -21,20 +22,33 @@ class Writer:
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
 
-    def write_evaluation(self, weight_version: int, prompts: Any) -> BatchKey:
+        self.written: list[BatchKey] = []
+
+    def open_evaluation(self, weight_version: int, prompts: Any) -> BatchKey:
         key = BatchKey(PURPOSE_EVALUATION, weight_version)
         self._collector.open(key, prompts, 1)
         return key
 
+    def write(self, key: BatchKey) -> None:
+        self.written.append(key)
 
-def evaluations(every: int = 2) -> tuple[Evaluations, Collector]:
+
+def evaluations(every: int = 2, first_version: int = 0, left: Sequence[int] = (0,)) -> tuple[Evaluations, Collector]:
     acceptance = Acceptance(
         AcceptanceRules(attempt=1, max_staleness=1), lambda _prompt, token_ids, _truncated: float(token_ids[0] == 1)
     )
     collector = Collector(acceptance, report=lambda _outcome: None, dead_letter=lambda _record, _reason: None)
     writer: Any = Writer(collector)
     return (
-        Evaluations([SomePrompt()] * 3, every=every, num_iterations=5, writer=writer, collector=collector),  # type: ignore[list-item]
+        Evaluations(
+            [SomePrompt()] * 3,  # type: ignore[list-item]
+            every=every,
+            num_iterations=5,
+            writer=writer,
+            collector=collector,
+            first_version=first_version,
+            left=left,
+        ),
         collector,
     )
 
@@ -57,6 +71,22 @@ def test_the_first_the_last_and_every_second_version_are_due() -> None:
     assert [version for version in range(6) if due.is_due(version)] == [0, 2, 4, 5]
     only_ends, _ = evaluations(every=0)
     assert [version for version in range(6) if only_ends.is_due(version)] == [0, 5]
+
+
+def test_an_attempt_repeats_no_evaluation_that_is_over_and_ends_those_that_are_not() -> None:
+    running, collector = evaluations(first_version=4, left=[2])
+    assert [version for version in range(6) if running.is_due(version)] == [2, 5]
+    assert running.left(4) == [2]
+    running.open(2)
+    assert not running.is_due(2)
+    assert running.left(4) == [2]
+    assert running.left(5) == [2, 5]
+    collector.on_records([answer(2, group, 1) for group in range(3)])
+    assert len(running.take_finished()) == 1
+    assert running.left(4) == []
+    gone, _ = evaluations(first_version=4, left=[2])
+    gone.give_up(2)
+    assert gone.left(4) == []
 
 
 def test_a_prompt_without_an_answer_is_left_out_and_not_counted_as_wrong() -> None:

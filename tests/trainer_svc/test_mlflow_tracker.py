@@ -12,6 +12,7 @@ mlflow = pytest.importorskip("mlflow")
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_is_logged_whole_and_continued_under_the_same_id(tmp_path: Path) -> None:
+    from trainer_svc.mlflow_history import Continued
     from trainer_svc.mlflow_tracker import MlflowTracker
 
     settings = {"run": {"id": "r"}, "kafka": {"client": {"sasl.password": "hush"}}, "note": "x" * 9000}
@@ -19,12 +20,12 @@ def test_a_run_is_logged_whole_and_continued_under_the_same_id(tmp_path: Path) -
     (tmp_path / "model" / "config.json").write_text("{}")
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
 
-    def tracker(run_id: str = "") -> MlflowTracker:
+    def tracker(continued: Continued | None = None) -> MlflowTracker:
         return MlflowTracker(
             tracking_uri=uri,
             experiment="test",
             run_name="r",
-            run_id=run_id,
+            continued=continued,
             settings=settings,
             artifacts=tmp_path / "artifacts",
         )
@@ -32,13 +33,17 @@ def test_a_run_is_logged_whole_and_continued_under_the_same_id(tmp_path: Path) -
     log = RunLog(tracker).start()
     for step in (1, 2):
         log.figures(step, {"reward/mean": step / 10, "loss/policy": float("nan")})
-        log.rows(step, [{"iteration": step, "answer": "48 49"}])
+        log.rows(step, [{"step": step, "purpose": "train", "answer": "48 49"}])
+    # Of an iteration after the checkpoint that the run is taken up from, and of an evaluation that was not over then.
+    log.figures(3, {"reward/mean": 0.9, "loss/policy": 0.9, "time/other": 1.0})
+    log.figures(2, {"eval/accuracy": 0.9})
+    log.rows(3, [{"step": 3, "purpose": "train", "answer": "50"}])
     log.folder(tmp_path / "model", "model")
     log.close("KILLED", timeout_s=60)
     assert log.dropped == 0
     run_id = log.tracker_run_id
 
-    again = RunLog(lambda: tracker(run_id)).start()
+    again = RunLog(lambda: tracker(Continued(run_id, 2, [2], attempt=2))).start()
     again.figures(3, {"reward/mean": 0.3})
     again.close("FINISHED", timeout_s=60)
     assert again.dropped == 0
@@ -54,9 +59,24 @@ def test_a_run_is_logged_whole_and_continued_under_the_same_id(tmp_path: Path) -
         (2, 0.2),
         (3, 0.3),
     ]
-    assert {file.path for file in client.list_artifacts(run_id)} == {"answers", "model", "settings.json"}
+    assert client.get_metric_history(run_id, "eval/accuracy") == client.get_metric_history(run_id, "time/other") == []
+    assert set(run.data.metrics) == {"reward/mean", "loss/policy"}
+    assert {file.path for file in client.list_artifacts(run_id)} == {
+        "answers",
+        "model",
+        "settings.json",
+        "settings-attempt-2.json",
+    }
     table = json.loads(Path(client.download_artifacts(run_id, "answers/from-000000.json", str(tmp_path))).read_text())
-    assert table == {"columns": ["iteration", "answer"], "data": [[1, "48 49"], [2, "48 49"]]}
+    assert table == {
+        "columns": ["step", "purpose", "answer"],
+        "data": [[1, "train", "48 49"], [2, "train", "48 49"]],
+    }
+
+    lost = RunLog(lambda: tracker(Continued("0" * 32, 2, [], attempt=2))).start()
+    lost.close("FINISHED", timeout_s=60)
+    assert lost.dropped == 0
+    assert lost.tracker_run_id != run_id
 
 
 def test_runs_that_start_at_once_on_a_fresh_file_lose_nothing(tmp_path: Path) -> None:
@@ -68,7 +88,7 @@ def test_runs_that_start_at_once_on_a_fresh_file_lose_nothing(tmp_path: Path) ->
         "from trainer_svc.mlflow_tracker import MlflowTracker\n"
         "from trainer_svc.run_log import RunLog\n"
         "def one_run():\n"
-        f"    make = lambda: MlflowTracker(tracking_uri={uri!r}, experiment='test', run_name='r', run_id='',"
+        f"    make = lambda: MlflowTracker(tracking_uri={uri!r}, experiment='test', run_name='r', continued=None,"
         f" settings={{}}, artifacts=Path({str(tmp_path / 'artifacts')!r}))\n"
         "    log = RunLog(make).start()\n"
         "    log.figures(1, {'loss': 0.5})\n"

@@ -24,6 +24,7 @@ class Topic:
     def __init__(self) -> None:
         self.records: list[PromptRecord] = []
         self.opened: list[tuple[BatchKey, list[str], int, int]] = []
+        self.complete: set[BatchKey] = set()
 
     def send(self, topic: str, value: bytes, *, key: bytes | None = None, partition: int = -1) -> None:
         assert (topic, partition) == ("prompts", 0)
@@ -46,6 +47,7 @@ class Topic:
             cursor=CursorState(0, len(PROMPTS)),
             sampling=SamplingSettings(temperature=0.7, max_tokens=9, stop_token_ids=[2]),
             open_batch=self.open,
+            is_complete=lambda key: key in self.complete,
             first_batch=first_batch,
         )
 
@@ -76,7 +78,11 @@ def test_a_batch_is_opened_before_its_prompts_and_closed_by_its_count() -> None:
 
 def test_evaluation_is_one_greedy_answer_a_prompt() -> None:
     topic = Topic()
-    key = topic.writer().write_evaluation(7, PROMPTS)
+    writer = topic.writer()
+    key = writer.open_evaluation(7, PROMPTS)
+    assert topic.records == []
+    writer.write(key)
+    writer.write(key)
     assert key == BatchKey(PURPOSE_EVALUATION, 7)
     prompt = topic.records[4].prompt
     assert (prompt.sampling.temperature, prompt.sampling.max_tokens, prompt.num_samples) == (0.0, 9, 1)
@@ -94,6 +100,16 @@ def test_a_run_that_goes_on_from_a_batch_draws_the_same_prompts_for_it() -> None
     assert again.opened[0][:2] == topic.opened[1][:2]
     # What was not drawn yet will be drawn from where the writer stands.
     assert writer.cursor_before(3) == writer._cursor
+
+
+def test_a_batch_of_which_every_answer_was_there_is_not_asked_for_again() -> None:
+    topic = Topic()
+    writer = topic.writer(max_staleness=1, first_batch=2)
+    writer.open_ahead(2)
+    assert [key.batch for key, *_ in topic.opened] == [2, 3]
+    topic.complete.add(BatchKey(PURPOSE_TRAIN, 2))
+    writer.write_ahead(2)
+    assert topic.ends() == [(PURPOSE_TRAIN, 3, 2)]
 
 
 def test_the_end_of_the_run_is_a_record() -> None:

@@ -219,7 +219,7 @@ def test_a_process_of_an_earlier_attempt_is_refused(weights, publisher):
     later = make_publisher(weights.address, attempt=2)
     for version in (1, 2, 3):
         publisher.publish(snapshot(version))
-    assert later.rewind(2) == [3]
+    assert later.rewind(2) == {1, 2}
     with open_channel(weights.address) as channel:
         held = WeightsServiceStub(channel).ListVersions(ListVersionsRequest(run_id=RUN_ID), timeout=DEADLINE_S)
     assert [manifest.weight_version for manifest in held.versions] == [1, 2]

@@ -197,7 +197,10 @@ def test_a_receiver_does_not_raise_the_attempt(service):
 def test_rewinding_forgets_the_versions_above(service):
     for version in (1, 2, 3):
         service.publish(version)
+    watch = service.watch()
+    assert next(watch) == (3, 1)
     assert service.rewind(1, attempt=2) == [2, 3]
+    assert next(watch) == (1, 1)
     assert service.versions() == [1]
     assert service.negotiate(attempt=2).manifest.weight_version == 1
     service.publish(2, make_data(7), attempt=2)
