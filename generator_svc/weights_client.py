@@ -46,8 +46,8 @@ class WeightsClient:
         self._stub = cast("WeightsServiceAsyncStub", WeightsServiceStub(self._channel))
 
     async def wait_for_first_version(self) -> None:
-        """Waits until this attempt has a version, as long as the trainer takes to publish it. One that an earlier attempt
-        has published may be of those that the run goes back behind.
+        """Waits until this attempt has a version, as long as the trainer takes to publish it. One that an earlier
+        attempt has published may be of those that the run goes back behind.
 
         Raises:
             UnavailableError: weights_svc does not answer.

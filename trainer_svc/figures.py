@@ -75,6 +75,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("weights/switch_s", "s", "mean over instances of their last switch, from pause to resume"),
     Figure("weights/bytes_full", "bytes", "what all fetches so far would have been if each were full"),
     Figure("weights/bytes_sent", "bytes", "what they were"),
+    Figure("rollouts/trained", "samples", "samples of the batch that took part in the step"),
     Figure("rollouts/rejected", "samples", "rollouts of the batch that had failed and were to come again"),
     Figure("rollouts/duplicate", "samples", "second and later copies so far"),
     Figure("rollouts/dropped", "samples", "samples so far that were not trained, whatever the reason"),
@@ -94,6 +95,7 @@ def batch_figures(batch: "BatchIntake") -> dict[str, float]:
     answers = list(batch.answers.values())
     figures = {
         "reward/equal_groups_share": batch.equal_groups / len(batch.prompts),
+        "rollouts/trained": float(len(batch.trained)),
         "rollouts/rejected": float(batch.rejected),
     }
     if batch.dropped_lengths:

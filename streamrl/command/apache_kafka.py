@@ -36,7 +36,7 @@ class KafkaDownload:
         name = "kafka.home" if home else "KAFKA_HOME"
         if not given:
             raise ValueError(
-                "an Apache Kafka is to be started, but neither kafka.home nor KAFKA_HOME says where one is: unpack a "
+                "neither kafka.home nor KAFKA_HOME says where an Apache Kafka is: unpack a "
                 "binary release of https://kafka.apache.org/downloads and give its folder"
             )
         folder = Path(given).expanduser().resolve()

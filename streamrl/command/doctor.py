@@ -14,6 +14,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from streamrl.command.apache_kafka import KafkaDownload, find_java
 from streamrl.command.broker import broker_binary
 from streamrl.command.report import EXIT_COMPLETED, EXIT_FAILED, write_json
 
@@ -65,7 +66,8 @@ def examine() -> list[Finding]:
         _program(
             "compiler", ("g++", "c++"), "install gcc and g++ (Debian: apt-get install build-essential)", required=True
         ),
-        _program("java", ("java",), "only for an Apache Kafka on this machine: install Java 17", required=False),
+        _java(),
+        _apache_kafka(),
         _amount("memory", psutil.virtual_memory().total, _MIN_MEMORY_GIB, "an engine takes 3 GiB, a trainer 2 GiB"),
         _amount("disk here", shutil.disk_usage(Path.cwd()).free, _MIN_DISK_GIB, "runs keep weights and checkpoints"),
         _amount("/dev/shm", _shared_memory_bytes(), _MIN_SHM_GIB, "start the container with a larger --shm-size"),
@@ -120,6 +122,21 @@ def _broker() -> Finding:
         return Finding("embedded broker", broker_binary(), True, False, "")
     except ValueError as error:
         return Finding("embedded broker", "missing", False, False, str(error))
+
+
+def _java() -> Finding:
+    try:
+        return Finding("Java", str(find_java()), True, False, "")
+    except ValueError as error:
+        return Finding("Java", "missing", False, False, f'only for kafka.embedded = "apache": {error}')
+
+
+def _apache_kafka() -> Finding:
+    """Where KAFKA_HOME says."""
+    try:
+        return Finding("Apache Kafka", str(KafkaDownload.find("").home), True, False, "")
+    except ValueError as error:
+        return Finding("Apache Kafka", "missing", False, False, f'only for kafka.embedded = "apache": {error}')
 
 
 def _program(name: str, candidates: tuple[str, ...], remedy: str, *, required: bool) -> Finding:

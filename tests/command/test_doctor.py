@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -24,3 +25,15 @@ def test_a_missing_requirement_makes_it_fail(
     assert run_command(["doctor", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["missing"] == ["compiler"]
+
+
+def test_a_kafka_download_and_its_java_are_looked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("KAFKA_HOME", str(tmp_path / "nowhere"))
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    findings = {finding.name: finding for finding in examine()}
+    assert "openjdk" in findings["Java"].remedy
+    assert "KAFKA_HOME is" in findings["Apache Kafka"].remedy
+    assert not findings["Java"].required and not findings["Apache Kafka"].required

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.command.resolve import resolve
+from streamrl.kafka.topics import Topics
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
@@ -29,3 +31,17 @@ def test_an_example_passes_its_dry_run(example: Path) -> None:
 
 def test_there_are_examples() -> None:
     assert EXAMPLES
+
+
+def test_the_mirrors_of_two_sites_carry_each_topic_one_way_and_prompts_nowhere() -> None:
+    text = (ROOT / "examples" / "two_sites.properties").read_text()
+    ways = dict(re.findall(r"(?m)^(\S+->\S+)\.topics = (.+)$", text.replace("\\\\", "\\")))
+    carried = {
+        way: {topic for topic in Topics("two-sites").all if re.fullmatch(pattern, topic)}
+        for way, pattern in ways.items()
+    }
+    topics = Topics("two-sites")
+    assert carried == {
+        "training->generation": {topics.assignments},
+        "generation->training": {topics.rollouts, topics.dead_letters, topics.spans},
+    }

@@ -18,22 +18,31 @@ LAPTOP = Path(__file__).parents[2] / "examples" / "laptop.toml"
 
 
 class Run:
-    """One `streamrl run --json`, its output in files of the test's folder."""
+    """One `streamrl run --json` (and later `resume --json`), its output in files of the test's folder."""
 
     def __init__(self, folder: Path, config: Path, settings: dict[str, Any], env: dict[str, str] | None = None) -> None:
-        self.folder = folder / "runs" / "e2e"
+        settings = {"run.id": "e2e", "run.dir": str(folder / "runs"), **settings}
+        self.folder = folder / "runs" / settings["run.id"]
         self._stdout, self._stderr = folder / "stdout", folder / "stderr"
-        command = [sys.executable, "-m", "streamrl.command.main", "run", str(config), "--json"]
-        for name, value in {"run.id": "e2e", "run.dir": str(folder / "runs"), **settings}.items():
+        self._env = env
+        self.children: set[psutil.Process] = set()
+        self._start(["run", str(config)], settings)
+
+    def resume(self, settings: dict[str, Any] | None = None) -> None:
+        """Takes the run up again, once its process has ended: from now on `process` is that command."""
+        self._start(["resume", str(self.folder)], settings or {})
+
+    def _start(self, arguments: list[str], settings: dict[str, Any]) -> None:
+        command = [sys.executable, "-m", "streamrl.command.main", *arguments, "--json"]
+        for name, value in settings.items():
             command += ["--set", f"{name}={_toml(value)}"]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=self._stdout.open("w"),
             stderr=self._stderr.open("w"),
-            env={**os.environ, **(env or {})},
+            env={**os.environ, **(self._env or {})},
         )
-        self.children: set[psutil.Process] = set()
 
     def status(self) -> dict[str, Any]:
         """What `streamrl status --json` says now; empty while there is nothing to say."""
