@@ -26,7 +26,8 @@ from streamrl.staleness import staleness
 from streamrl.v1.records_pb2 import ROLLOUT_STATUS_FAILED, ROLLOUT_STATUS_OK, Rollout
 from streamrl.v1.sample_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, LOGPROB_MODE_PROCESSED
 from streamrl.v1.scheduler_pb2 import OUTCOME_ACCEPTED, OUTCOME_DROPPED, OUTCOME_REJECTED, SampleOutcome
-from trainer_svc.advantages import ADVANTAGES, TRAINS_TRUNCATED, rewards_are_equal
+from trainer_svc.advantages import TRAINS_TRUNCATED, rewards_are_equal
+from trainer_svc.algorithms import ALGORITHMS
 from trainer_svc.microbatches import TrainSample
 from trainer_svc.rewards import RewardError
 from trainer_svc.rollout_counts import DropReason, RolloutCounts
@@ -415,7 +416,7 @@ def settle_group(answers: Sequence[Answer], num_asked: int, rules: AcceptanceRul
     if len(answers) < 2 or (incomplete and rules.incomplete_groups == "drop"):
         return SettledGroup([], [("filtered", answer) for answer in answers])
     rewards = [answer.reward for answer in answers]
-    advantages = ADVANTAGES[rules.algorithm](rewards)
+    advantages = ALGORITHMS[rules.algorithm].advantages(rewards)
     trained: list[tuple[Answer, float]] = []
     dropped: list[tuple[DropReason, Answer]] = []
     for answer, advantage in zip(answers, advantages, strict=True):

@@ -18,13 +18,13 @@ def rewards_are_equal(rewards: Sequence[float]) -> bool:
     return max(rewards) - min(rewards) <= EQUAL_REWARDS_TOLERANCE
 
 
-def grpo_advantages(rewards: Sequence[float]) -> list[float]:
-    """(reward - mean) / (standard deviation + 1e-4) in a group (GRPO, Shao et al. 2024, section 4.1.2).
+def centred(rewards: Sequence[float]) -> list[float]:
+    """reward - mean, in a group (Dr. GRPO, Liu et al. 2025, section 3.1).
 
-    The standard deviation is the sample's (n - 1). A group of equal rewards, tested within a tolerance before anything
-    is divided, gets exactly 0 everywhere: its samples have no gradient, so forward and backward passes may skip them.
-    They stay in the denominator of the loss, which counts every trainable token of the batch: skipping must not make
-    the other samples weigh more.
+    A group of equal rewards, tested within a tolerance before anything is divided, gets exactly 0 everywhere, here and
+    in what follows: its samples have no gradient, so forward and backward passes may skip them. They stay in the
+    denominator of the loss, which counts every trainable token of the batch: skipping must not make the other samples
+    weigh more.
 
     Raises:
         ValueError: fewer than two rewards, or one that is not finite.
@@ -36,14 +36,25 @@ def grpo_advantages(rewards: Sequence[float]) -> list[float]:
     if rewards_are_equal(rewards):
         return [0.0] * len(rewards)
     mean = math.fsum(rewards) / len(rewards)
-    std = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
-    return [(reward - mean) / (std + STD_EPSILON) for reward in rewards]
+    return [reward - mean for reward in rewards]
+
+
+def standardised(rewards: Sequence[float]) -> list[float]:
+    """(reward - mean) / (standard deviation + 1e-4) in a group (GRPO, Shao et al. 2024, section 4.1.2). The standard
+    deviation is the sample's (n - 1). Raises as `centred`."""
+    differences = centred(rewards)
+    std = math.sqrt(math.fsum(difference**2 for difference in differences) / (len(rewards) - 1))
+    return [difference / (std + STD_EPSILON) for difference in differences]
+
+
+def leave_one_out(rewards: Sequence[float]) -> list[float]:
+    """reward - mean of the others of its group (RLOO, Ahmadian et al. 2024, Eq 6). Raises as `centred`."""
+    scale = len(rewards) / (len(rewards) - 1) if len(rewards) > 1 else 1.0
+    return [scale * difference for difference in centred(rewards)]
 
 
 GroupAdvantages = Callable[[Sequence[float]], list[float]]
-
-ADVANTAGES: Mapping[str, GroupAdvantages] = {"grpo": grpo_advantages}
-"""By `trainer.algorithm`."""
+"""From the rewards of a group, in the order of its samples."""
 
 TRAINS_TRUNCATED: Mapping[str, bool] = {"train": True, "mask": False}
 """By `trainer.truncated`, what becomes of an answer that was cut at `max_tokens`.

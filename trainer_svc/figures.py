@@ -42,6 +42,11 @@ FIGURES: tuple[Figure, ...] = (
     Figure("policy/entropy", "nats", "mean entropy of the next-token distribution over trained tokens"),
     Figure("policy/clip_fraction", "share", "trained tokens whose probability ratio was outside the clip range"),
     Figure("kl/behaviour_k3", "nats", "k3 estimate of KL(generator's policy || trained policy), a token"),
+    Figure(
+        "policy/effective_sample_share",
+        "share",
+        "effective sample size of the tokens' importance weights, over their number: 1 when nothing is off-policy",
+    ),
     Figure("grad/norm", "norm", "global gradient norm before clipping"),
     Figure("train/learning_rate", "rate", "learning rate of the step"),
     Figure("train/tokens", "tokens", "answer tokens that went through a pass; those of equal-reward groups do not"),
@@ -130,6 +135,7 @@ def step_figures(stats: "StepStats") -> dict[str, float]:
             "policy/entropy": stats.entropy,
             "policy/clip_fraction": stats.clip_fraction,
             "kl/behaviour_k3": stats.approx_kl,
+            "policy/effective_sample_share": stats.effective_sample_share,
             "mismatch/behaviour_abs_diff_mean": stats.logprob_abs_diff_mean,
         }
     if stats.num_own_tokens:

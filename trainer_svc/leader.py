@@ -26,7 +26,7 @@ from trainer_svc.fleet_phase import FleetPhases
 from trainer_svc.fleet_watch import FleetWatch
 from trainer_svc.learner import Learner
 from trainer_svc.lineage import TrainerState
-from trainer_svc.losses import AGGREGATIONS
+from trainer_svc.losses import aggregation_of
 from trainer_svc.outcome_reporter import OutcomeReporter
 from trainer_svc.pacing import pacing_of
 from trainer_svc.prompt_cursor import CursorState
@@ -175,7 +175,7 @@ def _assemble(
 
     parts = Parts(
         learner=learner,
-        aggregation=AGGREGATIONS[trainer.loss_aggregation],
+        aggregation=aggregation_of(trainer.aggregation, settings.generator.max_tokens),
         pacing=pacing_of(settings, _phases(settings).set),
         writer=writer,
         collector=collector,

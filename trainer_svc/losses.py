@@ -2,7 +2,8 @@
 
 Everything here is a sum that nobody has divided yet. Sums of micro-batches add up to the sum of the batch however it
 was cut; the division by the batch's count happens once an optimizer step, in trainer_svc/policy.py. What a sample
-weighs in the sum and in the count is its `Aggregation`. How advantages come about is trainer_svc/advantages.py.
+weighs in the sum and in the count is its `Aggregation`. How advantages come about is trainer_svc/advantages.py; what
+makes an algorithm of the two, trainer_svc/algorithms.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,10 +19,22 @@ _CHUNK_ELEMENTS = 1 << 22
 _MAX_LOG_RATIO = 20.0
 """Log-ratios are limited to this before exp: e^20 is far outside any clip range, and stays finite in float32."""
 
-SUM_NAMES = ("loss", "num_tokens", "clipped", "kl", "entropy", "abs_diff", "num_own_tokens", "own_abs_diff")
+SUM_NAMES = (
+    "loss",
+    "num_tokens",
+    "clipped",
+    "kl",
+    "entropy",
+    "importance",
+    "importance_squared",
+    "abs_diff",
+    "num_own_tokens",
+    "own_abs_diff",
+)
 """Sums over trainable tokens that `policy_loss` returns beside the loss, in this order.
 
-`loss` is weighted by the aggregation, the others count each token once. `abs_diff` is |log-prob difference| between
+`loss` is weighted by the aggregation, the others count each token once. `importance` is how much likelier the trainer
+finds a token than the generator did. `abs_diff` is |log-prob difference| between
 trainer and generator; the `own` ones are over tokens that the generator drew under the very version being trained,
 where any difference is numerical mismatch rather than staleness.
 """
@@ -92,29 +105,100 @@ def token_logprobs(logits: Tensor, targets: Tensor, *, temperature: float) -> tu
     return logprobs.view(shape), entropies.view(shape)
 
 
-def grpo_token_loss(logprobs: Tensor, behaviour_logprobs: Tensor, advantages: Tensor, clip: float) -> Tensor:
-    """The clipped surrogate, -min(r A, clip(r, 1 - c, 1 + c) A), a token (PPO, Schulman et al. 2017, Eq 7).
+@dataclass(frozen=True)
+class ClipRange:
+    """Ratios from 1 - low to 1 + high are left alone."""
 
-    The ratio r is against the distribution that drew the token, whatever version that was: it corrects for staleness
-    and for numerical mismatch at once, and the clip truncates it.
+    low: float
+    high: float
 
-    Args:
-        logprobs: (...), differentiable, of the current weights.
-        behaviour_logprobs: (...), as the generator sent them.
-        advantages: (...).
-        clip: c, above 0.
-
-    Returns:
-        (...), the loss of each token.
-    """
-    ratio = (logprobs - behaviour_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
-    return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
+    def __call__(self, ratio: Tensor) -> Tensor:
+        return ratio.clamp(1 - self.low, 1 + self.high)
 
 
-TokenLoss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+def token_ratio(logprobs: Tensor, old_logprobs: Tensor, trained: Tensor) -> Tensor:
+    """How much likelier each token has become, (samples, tokens)."""
+    del trained
+    return _exp(logprobs - old_logprobs)
 
-TOKEN_LOSSES: Mapping[str, TokenLoss] = {"grpo": grpo_token_loss}
+
+def sequence_mean_ratio(logprobs: Tensor, old_logprobs: Tensor, trained: Tensor) -> Tensor:
+    """How much likelier a sample has become, to the power of 1 / its length: the geometric mean of its tokens' ratios
+    (GSPO, Zheng et al. 2025, Eq 7). (samples, 1)."""
+    difference = (logprobs - old_logprobs) * trained
+    return _exp(difference.sum(-1, keepdim=True) / trained.sum(-1, keepdim=True).clamp_min(1))
+
+
+def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, trained: Tensor) -> Tensor:
+    """How much likelier a sample has become: the product of its tokens' ratios. (samples, 1)."""
+    return _exp(((logprobs - old_logprobs) * trained).sum(-1, keepdim=True))
+
+
+def clipped_surrogate(ratio: Tensor, logprobs: Tensor, advantages: Tensor, clip: ClipRange) -> Tensor:
+    """-min(r A, clip(r) A) (PPO, Schulman et al. 2017, Eq 7; with a higher upper bound DAPO, Yu et al. 2025, Eq 8)."""
+    return -torch.minimum(ratio * advantages, clip(ratio) * advantages).expand_as(logprobs)
+
+
+def clipped_weight(ratio: Tensor, logprobs: Tensor, advantages: Tensor, clip: ClipRange) -> Tensor:
+    """-sg(clip(r)) A ln pi: no token loses its gradient, its weight alone is limited (CISPO, MiniMax-M1 2025, Eq 4)."""
+    return -clip(ratio.detach()) * advantages * logprobs
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """A policy loss: what the ratio is of, and what becomes of it. What it is a ratio to is `OffPolicy`'s affair."""
+
+    ratio: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """Of (log-probs, those it is a ratio to, whether a token is trained), each (samples, tokens); the result broadcasts
+    to them."""
+    loss: Callable[[Tensor, Tensor, Tensor, ClipRange], Tensor]
+    """Of (ratio, log-probs, advantages (samples, 1), clip); (samples, tokens)."""
+    clips_gradient: bool
+    """Whether a ratio outside the range has no gradient when it has moved in the wanted direction."""
+
+
+SURROGATES: Mapping[str, Surrogate] = {
+    "grpo": Surrogate(token_ratio, clipped_surrogate, clips_gradient=True),
+    "dr_grpo": Surrogate(token_ratio, clipped_surrogate, clips_gradient=True),
+    "rloo": Surrogate(sequence_ratio, clipped_surrogate, clips_gradient=True),
+    "gspo": Surrogate(sequence_mean_ratio, clipped_surrogate, clips_gradient=True),
+    "cispo": Surrogate(token_ratio, clipped_weight, clips_gradient=False),
+}
 """By `trainer.algorithm`."""
+
+
+@dataclass(frozen=True)
+class OffPolicy:
+    """How tokens are treated that another distribution drew than the one that is trained: because their version is
+    older, or because the generator computes a little differently.
+
+    With one optimizer step a batch, the policy at the batch's start is the present one, without its gradient.
+    """
+
+    ratio_to_generator: bool
+    """Whether the surrogate's ratio is to the generator's log-probs, so that its clip limits the correction; else it is
+    to the policy at the batch's start (decoupled loss: Hilton et al. 2022; AReaL, Fu et al. 2025, Eq 5)."""
+    weight: Callable[[Tensor, float], Tensor] | None = None
+    """Of each token's importance (how much likelier the policy at the batch's start finds it than the generator did)
+    and its limit; it multiplies the token's loss."""
+
+
+OFF_POLICY: Mapping[str, OffPolicy] = {
+    "ratio": OffPolicy(ratio_to_generator=True),
+    # Truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL").
+    "truncated": OffPolicy(ratio_to_generator=False, weight=lambda importance, limit: importance.clamp_max(limit)),
+    # IcePop (Ring-1T, Ling team 2025, Eq 3): tokens that the two see too differently teach nothing.
+    "masked": OffPolicy(
+        ratio_to_generator=False,
+        weight=lambda importance, limit: importance * ((importance <= limit) & (importance >= 1 / limit)),
+    ),
+    "none": OffPolicy(ratio_to_generator=False),
+}
+"""By `trainer.off_policy`."""
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
 
 
 def approximate_kl(logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
@@ -125,7 +209,7 @@ def approximate_kl(logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
 
 
 def policy_loss(
-    token_loss: TokenLoss,
+    surrogate: Surrogate,
     logprobs: Tensor,
     entropies: Tensor,
     behaviour_logprobs: Tensor,
@@ -133,7 +217,9 @@ def policy_loss(
     weights: Tensor,
     own_version: Tensor,
     *,
-    clip: float,
+    clip: ClipRange,
+    off_policy: OffPolicy,
+    importance_limit: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The un-normalised loss of a micro-batch and what is worth knowing of its tokens.
 
@@ -143,6 +229,7 @@ def policy_loss(
         advantages: (samples,).
         weights: (samples, tokens), 0 where a token is not trained (prompt, padding).
         own_version: (samples, tokens), bool: drawn under the version being trained.
+        importance_limit: of `off_policy`'s weights, above 1.
 
     Returns:
         The loss, a scalar sum with its graph; the sums (len(SUM_NAMES),) and the maxima (len(MAX_NAMES),), detached.
@@ -150,13 +237,20 @@ def policy_loss(
     trained = weights > 0
     # A padded position holds whatever the model says there: its difference must not reach exp, where 0 * inf is nan.
     logprobs = torch.where(trained, logprobs, behaviour_logprobs)
-    losses = token_loss(logprobs, behaviour_logprobs, advantages[:, None], clip)
+    importance = _exp(logprobs.detach() - behaviour_logprobs)
+    old_logprobs = behaviour_logprobs if off_policy.ratio_to_generator else logprobs.detach()
+    ratio = surrogate.ratio(logprobs, old_logprobs, trained)
+    losses = surrogate.loss(ratio, logprobs, advantages[:, None], clip)
+    if off_policy.weight is not None:
+        losses = losses * off_policy.weight(importance, importance_limit)
     loss = (losses * weights).sum()
     with torch.no_grad():
         difference = logprobs - behaviour_logprobs
-        ratio = difference.exp()
-        sign = advantages[:, None].sign()
-        clipped = trained & (((ratio > 1 + clip) & (sign > 0)) | ((ratio < 1 - clip) & (sign < 0)))
+        above, below = ratio > 1 + clip.high, ratio < 1 - clip.low
+        if surrogate.clips_gradient:
+            sign = advantages[:, None].sign()
+            above, below = above & (sign > 0), below & (sign < 0)
+        clipped = trained & (above | below)
         own = trained & own_version
         absolute = difference.abs()
         own_absolute = absolute * own
@@ -167,6 +261,8 @@ def policy_loss(
                 clipped.sum(),
                 approximate_kl(logprobs, behaviour_logprobs).sum(),
                 (entropies * trained).sum(),
+                (importance * trained).sum(),
+                (importance.square() * trained).sum(),
                 absolute.sum(),
                 own.sum(),
                 own_absolute.sum(),
@@ -187,10 +283,22 @@ class Aggregation:
     count: Callable[[int], float]
 
 
-AGGREGATIONS: Mapping[str, Aggregation] = {
-    # Every token of the batch weighs the same (DAPO, Yu et al. 2025, Eq 8).
-    "token_mean": Aggregation(token_weight=lambda _num_tokens: 1.0, count=float),
-    # Every sample weighs the same: the mean over samples of the mean over tokens (GRPO, Shao et al. 2024, Eq 3).
-    "sequence_mean": Aggregation(token_weight=lambda num_tokens: 1.0 / num_tokens, count=lambda _num_tokens: 1.0),
-}
+AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum")
 """By `trainer.loss_aggregation`."""
+
+
+def aggregation_of(name: str, max_tokens: int) -> Aggregation:
+    """The aggregation of a name in `AGGREGATIONS`.
+
+    Args:
+        max_tokens: longest answer: the constant that sums over sequences are divided by.
+    """
+    return {
+        # Every token of the batch weighs the same (DAPO, Yu et al. 2025, Eq 8).
+        "token_mean": Aggregation(token_weight=lambda _num_tokens: 1.0, count=float),
+        # Every sample weighs the same: the mean over samples of the mean over tokens (GRPO, Shao et al. 2024, Eq 3).
+        "sequence_mean": Aggregation(token_weight=lambda num_tokens: 1.0 / num_tokens, count=lambda _num_tokens: 1.0),
+        # The mean over samples of the sum over tokens, over a constant: the length of an answer changes nothing in what
+        # a token of it weighs (Dr. GRPO, Liu et al. 2025, section 3.1).
+        "sequence_sum": Aggregation(token_weight=lambda _num_tokens: 1.0 / max_tokens, count=lambda _num_tokens: 1.0),
+    }[name]

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer_svc.losses import MAX_NAMES, SUM_NAMES, TOKEN_LOSSES, policy_loss, token_logprobs
+from trainer_svc.losses import MAX_NAMES, OFF_POLICY, SUM_NAMES, SURROGATES, ClipRange, policy_loss, token_logprobs
 from trainer_svc.microbatches import MicroBatch, empty_micro_batch
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -54,6 +54,8 @@ class StepStats:
     clip_fraction: float
     approx_kl: float
     """k3 estimate of KL(behaviour || current)."""
+    effective_sample_share: float
+    """Effective sample size of the tokens' importance weights, (sum w)^2 / sum w^2, over their number: 1 on-policy."""
     entropy: float
     logprob_abs_diff_mean: float
     """Between trainer and generator, staleness included."""
@@ -78,7 +80,9 @@ class Policy:
         *,
         algorithm: str,
         temperature: float,
-        clip: float,
+        clip: ClipRange,
+        off_policy: str,
+        importance_limit: float,
         learning_rate: float,
         warmup_steps: int,
         betas: tuple[float, float],
@@ -92,9 +96,11 @@ class Policy:
 
         Args:
             model: on any device, in any dtype; replaced parameters make other references to it useless.
-            algorithm: a name in `losses.TOKEN_LOSSES`.
+            algorithm: a name in `losses.SURROGATES`.
             temperature: at which answers are drawn.
             clip: of the probability ratio.
+            off_policy: a name in `losses.OFF_POLICY`.
+            importance_limit: for its weights, above 1.
             learning_rate: of AdamW, constant after `warmup_steps`.
             weight_decay: of matrices; norms and biases do not decay.
             max_grad_norm: clips the norm of the divided gradient; 0 does not clip.
@@ -103,9 +109,11 @@ class Policy:
             dtype: "float32" or "bfloat16"; bfloat16 keeps float32 master weights and accumulates in float32.
             gradient_checkpointing: computes activations twice instead of keeping them.
         """
-        self._token_loss = TOKEN_LOSSES[algorithm]
+        self._surrogate = SURROGATES[algorithm]
         self._temperature = temperature
         self._clip = clip
+        self._off_policy = OFF_POLICY[off_policy]
+        self._importance_limit = importance_limit
         self._learning_rate = learning_rate
         self._warmup_steps = warmup_steps
         self._max_grad_norm = max_grad_norm
@@ -147,7 +155,7 @@ class Policy:
         micro_batch = micro_batch.to(self.device)
         logprobs, entropies = self._answer_logprobs(micro_batch.token_ids, micro_batch.first_target, self._temperature)
         loss, sums, maxima = policy_loss(
-            self._token_loss,
+            self._surrogate,
             logprobs,
             entropies,
             micro_batch.behaviour_logprobs,
@@ -155,6 +163,8 @@ class Policy:
             micro_batch.weights,
             micro_batch.own_version,
             clip=self._clip,
+            off_policy=self._off_policy,
+            importance_limit=self._importance_limit,
         )
         self._engine.backward(loss, scale_wrt_gas=False)
         self._sums += sums
@@ -178,7 +188,7 @@ class Policy:
         advantage 0) the gradient is 0, and momentum moves the weights as it would have with those passes.
 
         Args:
-            global_count: the same on every rank: sum of `losses.AGGREGATIONS` counts over all ranks' samples, those of
+            global_count: the same on every rank: sum of `Aggregation` counts over all ranks' samples, those of
                 skipped equal-reward groups included. Above 0.
         """
         if not global_count > 0:
@@ -207,6 +217,9 @@ class Policy:
             num_tokens=num_tokens,
             clip_fraction=sums["clipped"] / max(1, num_tokens),
             approx_kl=sums["kl"] / max(1, num_tokens),
+            effective_sample_share=sums["importance"] ** 2 / max(1e-300, sums["importance_squared"] * num_tokens)
+            if num_tokens
+            else 1.0,
             entropy=sums["entropy"] / max(1, num_tokens),
             logprob_abs_diff_mean=sums["abs_diff"] / max(1, num_tokens),
             logprob_abs_diff_max=maxima["abs_diff_max"],

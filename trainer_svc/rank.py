@@ -12,7 +12,7 @@ from trainer_svc.checkpoint import load_checkpoint
 from trainer_svc.control import StopAskedError, TrainerControl
 from trainer_svc.leader import lead
 from trainer_svc.learner import Learner
-from trainer_svc.losses import AGGREGATIONS
+from trainer_svc.losses import ClipRange, aggregation_of
 from trainer_svc.model_cache import default_cache_folder
 from trainer_svc.models import ModelFiles, resolve_model
 from trainer_svc.policy import Policy
@@ -84,7 +84,7 @@ def train(settings: TrainerSettings, control: TrainerControl, instance: str, ran
     learner = Learner(
         policy,
         ranks,
-        aggregation=AGGREGATIONS[settings.trainer.loss_aggregation],
+        aggregation=aggregation_of(settings.trainer.aggregation, settings.generator.max_tokens),
         micro_batch_tokens=settings.trainer.micro_batch_tokens,
     )
     try:
@@ -115,7 +115,9 @@ def _policy(settings: TrainerSettings, model: ModelFiles) -> Policy:
         model.load_model(),
         algorithm=trainer.algorithm,
         temperature=settings.generator.temperature,
-        clip=trainer.clip_ratio,
+        clip=ClipRange(*trainer.clip_range),
+        off_policy=trainer.off_policy,
+        importance_limit=trainer.importance_limit,
         learning_rate=trainer.learning_rate,
         warmup_steps=trainer.warmup_steps,
         betas=trainer.betas,

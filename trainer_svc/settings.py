@@ -8,15 +8,18 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from streamrl.settings import PositiveFloat, PositiveInt, Section, ServiceSettings
+from trainer_svc.algorithms import ALGORITHMS
 
-_LATER_ALGORITHMS = ("dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "cispo", "ppo")
+_LATER_ALGORITHMS = ("dapo", "reinforce_pp", "ppo")
 
 
 class TrainerSection(Section):
     algorithm: str = "grpo"
-    """How rewards become advantages and advantages a loss. Only `grpo` so far."""
-    loss_aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """token_mean: every token of the batch weighs the same. sequence_mean: every answer does."""
+    """How rewards become advantages and advantages a loss: `grpo`, `dr_grpo`, `rloo`, `gspo`, `cispo`."""
+    loss_aggregation: Literal["auto", "token_mean", "sequence_mean", "sequence_sum"] = "auto"
+    """token_mean: every token of the batch weighs the same. sequence_mean: every answer does. sequence_sum: the mean
+    over answers of the sum over their tokens, divided by `generator.max_tokens`. auto: what the algorithm is published
+    with (dr_grpo: sequence_sum; rloo and gspo: sequence_mean; else token_mean)."""
     num_iterations: PositiveInt = 30
     """Batches to train: one optimizer step and one weight version each."""
     learning_rate: PositiveFloat = 1e-6
@@ -29,8 +32,19 @@ class TrainerSection(Section):
     """Of AdamW, decoupled from the gradient."""
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Gradients with a larger global norm are scaled down to it; 0: never."""
-    clip_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """c of the clipped surrogate: probability ratios outside 1 - c to 1 + c add no gradient."""
+    clip_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
+    """c of the clipped surrogate: probability ratios below 1 - c or above 1 + c add no gradient. Left out: what the
+    algorithm is published with (0.2; gspo 0.0003; cispo 1, no lower bound)."""
+    clip_ratio_high: PositiveFloat | None = None
+    """The same for the upper bound alone. Left out: `clip_ratio`, or if that is left out too what the algorithm is
+    published with (0.2; gspo 0.0004; cispo 4)."""
+    off_policy: Literal["ratio", "truncated", "masked", "none"] = "ratio"
+    """What is done about tokens that an older version drew, or that the generator sees a little differently. ratio: the
+    clipped ratio is to the generator's log-probs. truncated: it is to the policy at the batch's start, and a token
+    weighs what that finds it likelier than the generator did, at most `importance_limit`. masked: the same, and a token
+    whose weight is above `importance_limit` or below its inverse teaches nothing. none: tokens count as on-policy."""
+    importance_limit: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 2.0
+    """Of the weights of `off_policy` truncated and masked."""
     truncated: Literal["train", "mask"] = "train"
     """Answers that were cut at `generator.max_tokens`. train: like others, with the reward they got. mask: not in the
     loss, counted as dropped.truncated; their reward still counts in their group's mean."""
@@ -65,10 +79,22 @@ class TrainerSection(Section):
     @classmethod
     def _known_algorithm(cls, value: str) -> str:
         if value in _LATER_ALGORITHMS:
-            raise ValueError(f"{value} is not available in this version; use grpo")
-        if value != "grpo":
-            raise ValueError(f"unknown algorithm {value!r}; use grpo")
+            raise ValueError(f"{value} is not available in this version; use one of {', '.join(ALGORITHMS)}")
+        if value not in ALGORITHMS:
+            raise ValueError(f"unknown algorithm {value!r}; expected one of {', '.join(ALGORITHMS)}")
         return value
+
+    @property
+    def aggregation(self) -> str:
+        """The loss aggregation, `auto` resolved."""
+        return ALGORITHMS[self.algorithm].loss_aggregation if self.loss_aggregation == "auto" else self.loss_aggregation
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """How far below and above 1 a ratio may be, what was left out filled in."""
+        published = ALGORITHMS[self.algorithm]
+        low = self.clip_ratio or published.clip_ratio
+        return low, self.clip_ratio_high or self.clip_ratio or published.clip_ratio_high
 
 
 class DataSection(Section):

@@ -108,6 +108,15 @@ def _parser() -> argparse.ArgumentParser:
     _site_argument(serve)
     serve.add_argument("--instance", metavar="NAME", help="name of this process in the run (generators need one each)")
 
+    plan = commands.add_parser("plan", help="plan by hand: JSON in, JSON out", description="Plan by hand.")
+    plans = plan.add_subparsers(title="plans", metavar="PLAN", required=True)
+    dispatch = _command(
+        plans, "dispatch", "streamrl.command.plan:dispatch", "divide answers of given lengths among instances"
+    )
+    dispatch.add_argument(
+        "request", nargs="?", type=Path, metavar="FILE", help="a JSON object (default: standard input)"
+    )
+
     topics = _command(
         commands, "topics", "streamrl.command.topics:topics", "make, list or delete the topics of a run in its cluster"
     )

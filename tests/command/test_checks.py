@@ -1,6 +1,5 @@
 """What is looked at before a run starts."""
 
-
 import pytest
 
 from streamrl.command import checks

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_svc.losses import AGGREGATIONS
+from trainer_svc.losses import aggregation_of
 from trainer_svc.microbatches import (
     TrainSample,
     collate,
@@ -17,7 +17,7 @@ from trainer_svc.microbatches import (
     loss_count,
 )
 
-_TOKEN_MEAN, _SEQUENCE_MEAN = AGGREGATIONS["token_mean"], AGGREGATIONS["sequence_mean"]
+_TOKEN_MEAN, _SEQUENCE_MEAN = aggregation_of("token_mean", 16), aggregation_of("sequence_mean", 16)
 
 
 def _sample(index, prompt_length, answer_length, advantage=1.0):

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from trainer_svc.checkpoint import load_checkpoint, save_checkpoint
-from trainer_svc.losses import AGGREGATIONS
+from trainer_svc.losses import ClipRange, aggregation_of
 from trainer_svc.microbatches import TrainSample, collate, cut, deal, empty_micro_batch, loss_count
 from trainer_svc.policy import Policy, StepStats, learning_rate_at
 from trainer_svc.ranks import Ranks, join_ranks
@@ -24,7 +24,7 @@ from trainer_svc.ranks import Ranks, join_ranks
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
 
 _REPOSITORY = Path(__file__).parents[2]
-_AGGREGATION = AGGREGATIONS["token_mean"]
+_AGGREGATION = aggregation_of("token_mean", 16)
 _MAX_GRAD_NORM = 0.05
 """Below the norms that occur here: clipping is part of what is compared."""
 _TEMPERATURE = 0.8
@@ -77,7 +77,9 @@ def _policy(
         model,
         algorithm="grpo",
         temperature=_TEMPERATURE,
-        clip=0.2,
+        clip=ClipRange(0.2, 0.2),
+        off_policy="ratio",
+        importance_limit=2.0,
         learning_rate=learning_rate,
         warmup_steps=0,
         betas=(0.9, 0.95),
