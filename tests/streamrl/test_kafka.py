@@ -7,7 +7,7 @@ import uuid
 
 import pytest
 
-from streamrl.errors import BrokerUnavailableError, RecordError
+from streamrl.errors import BrokerUnavailableError, RecordError, RefusedError
 from streamrl.kafka.connection import Connection
 from streamrl.kafka.producer import RecordProducer
 from streamrl.kafka.reader import ReaderThread, Record, RecordReader, all_partitions, positions_after
@@ -46,6 +46,16 @@ def read_until(reader: RecordReader, count: int) -> list[Record]:
 
 def test_topics_may_be_created_by_several_services_at_once(connection: Connection, topics: Topics) -> None:
     create_topics(connection, topics, max_instances=3)
+
+
+def test_a_topic_with_partitions_that_nobody_would_read_is_refused(connection: Connection, topics: Topics) -> None:
+    fewer = connection.settings.model_copy(update={"rollout_partitions": connection.settings.rollout_partitions - 1})
+    with pytest.raises(RefusedError, match=rf"{topics.rollouts} has 4 partitions, expected 3.*rollout_partitions"):
+        create_topics(Connection(fewer, "test"), topics, max_instances=3)
+    # Room for more instances than there may be does no harm.
+    assert create_topics(connection, topics, max_instances=2) == []
+    with pytest.raises(RefusedError, match=rf"{topics.assignments} has 3 partitions, expected 4"):
+        create_topics(connection, topics, max_instances=4)
 
 
 def test_records_come_back_whole_and_in_the_order_of_their_partition(connection: Connection, topics: Topics) -> None:

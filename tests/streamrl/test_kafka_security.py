@@ -8,6 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from confluent_kafka.admin import (
+    AclBinding,
+    AclOperation,
+    AclPermissionType,
+    AdminClient,
+    ResourcePatternType,
+    ResourceType,
+)
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -41,6 +49,8 @@ class Node:
     """SASL without TLS."""
     encrypted: KafkaSection
     """SASL with TLS; the authority that signed the broker's certificate is known."""
+    guest: KafkaSection
+    """An account that may use topics, and not make any."""
     stranger: Path
     """The certificate of another authority."""
 
@@ -55,7 +65,8 @@ def node(kafka_download: KafkaDownload, tmp_path_factory: pytest.TempPathFactory
     clients = f"SASL_PLAINTEXT://127.0.0.1:{sasl_port},SASL_SSL://127.0.0.1:{tls_port}"
     accounts = (
         "org.apache.kafka.common.security.plain.PlainLoginModule required "
-        f'username="broker" password="{PASSWORD}" user_broker="{PASSWORD}" user_streamrl="{PASSWORD}";'
+        f'username="broker" password="{PASSWORD}" user_broker="{PASSWORD}" user_streamrl="{PASSWORD}" '
+        f'user_guest="{PASSWORD}";'
     )
     properties = {
         "listeners": f"{clients},CONTROLLER://127.0.0.1:{port + 1}",
@@ -65,6 +76,8 @@ def node(kafka_download: KafkaDownload, tmp_path_factory: pytest.TempPathFactory
         "sasl.enabled.mechanisms": "PLAIN",
         "listener.name.sasl_plaintext.plain.sasl.jaas.config": accounts,
         "listener.name.sasl_ssl.plain.sasl.jaas.config": accounts,
+        "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+        "super.users": "User:broker;User:streamrl;User:ANONYMOUS",
         "ssl.keystore.type": "PEM",
         "ssl.keystore.location": str(folder / "server.pem"),
     }
@@ -83,7 +96,9 @@ def node(kafka_download: KafkaDownload, tmp_path_factory: pytest.TempPathFactory
     )
     try:
         Connection(plain, "test").check(timeout_s=60)
-        yield Node(plain, encrypted, stranger)
+        allow_guest(Connection(plain, "test"))
+        guest = plain.model_copy(update={"client": {**plain.client, "sasl.username": "guest"}})
+        yield Node(plain, encrypted, guest, stranger)
     finally:
         process.kill()
         process.wait()
@@ -115,6 +130,36 @@ def test_a_broker_that_an_unknown_authority_vouches_for_is_refused(node: Node) -
     client = {**node.encrypted.client, "ssl.ca.location": str(node.stranger)}
     with pytest.raises(RefusedError, match=r"certificate verify failed.*ssl\.ca\.location"):
         Connection(node.encrypted.model_copy(update={"client": client}), "test").check()
+
+
+def test_an_account_that_may_not_make_topics_uses_those_that_are_there(node: Node) -> None:
+    topics, guest = Topics("made-by-others"), Connection(node.guest, "test")
+    with pytest.raises(RefusedError, match=r"is missing, and this account may not make it.*streamrl topics create"):
+        create_topics(guest, topics, max_instances=1)
+    create_topics(Connection(node.plain, "test"), topics, max_instances=1)
+    assert create_topics(guest, topics, max_instances=1) == []
+    with RecordProducer(guest) as producer:
+        producer.send(topics.prompts, b"mine")
+    reader = RecordReader(guest, topics.prompts, {0: None})
+    assert [record.value for record in reader.read(20)] == [b"mine"]
+    reader.close()
+
+
+def allow_guest(connection: Connection) -> None:
+    """What an operator grants to the services."""
+    grants = [
+        AclBinding(
+            kind, "streamrl.", ResourcePatternType.PREFIXED, "User:guest", "*", operation, AclPermissionType.ALLOW
+        )
+        for kind, operations in (
+            (ResourceType.TOPIC, (AclOperation.READ, AclOperation.WRITE, AclOperation.DESCRIBE)),
+            (ResourceType.GROUP, (AclOperation.READ,)),
+        )
+        for operation in operations
+    ]
+    admin = AdminClient(connection.client_config())
+    for future in admin.create_acls(grants).values():
+        future.result()
 
 
 Authority = tuple[x509.Name, ec.EllipticCurvePrivateKey]
