@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 
 from generator_svc.engine import Engine
-from streamrl.v1.scheduler_pb2 import FLEET_PHASE_GENERATE, FLEET_PHASE_TRAIN, FleetPhase
+from streamrl.v1.scheduler_pb2 import FLEET_PHASE_GENERATE, FLEET_PHASE_TRAIN, FLEET_PHASE_UNSPECIFIED, FleetPhase
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +64,9 @@ class Standstill:
         self._changed()
 
     def want_phase(self, phase: "FleetPhase.ValueType") -> None:
-        """Unspecified means generate."""
-        wanted = FLEET_PHASE_TRAIN if phase == FLEET_PHASE_TRAIN else FLEET_PHASE_GENERATE
-        if wanted != self._wanted_phase:
-            self._wanted_phase = wanted
+        """Unspecified, as of a scheduler in a new life that has not heard of the trainer yet, changes nothing."""
+        if phase not in (FLEET_PHASE_UNSPECIFIED, self._wanted_phase):
+            self._wanted_phase = phase
             self._changed()
 
     async def follow(self, nothing_runs: bool) -> bool:

@@ -35,7 +35,7 @@ def waits(ledger: Ledger, now: float) -> Iterator[str]:
     for life in ledger.registry.lives():
         if life.runs() and not life.heard_lately(now):
             yield f"{life.name} has been silent for {now - life.heard_at:.0f} s"
-        if life.runs() and life.heartbeat.phase not in (0, ledger.phase):
+        if life.runs() and ledger.phase and life.heartbeat.phase not in (0, ledger.phase):
             yield f"{life.name} has not changed its phase yet"
     for batch in _in_order(ledger):
         yield from _batch_waits(ledger, batch)

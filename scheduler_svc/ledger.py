@@ -19,6 +19,7 @@ from streamrl.planning.dispatch import InstanceLoad, Piece, named_policy, plan
 from streamrl.v1.records_pb2 import Assignment, PromptRecord, SampleDraw
 from streamrl.v1.scheduler_pb2 import (
     FLEET_PHASE_GENERATE,
+    FLEET_PHASE_UNSPECIFIED,
     AbandonedSample,
     DrainRequest,
     FleetPhase,
@@ -65,7 +66,8 @@ class Ledger:
             first_incarnation=incarnation,
         )
         self.newest_weight_version: int | None = None
-        self.phase: FleetPhase.ValueType = FLEET_PHASE_GENERATE
+        self.phase: FleetPhase.ValueType = FLEET_PHASE_UNSPECIFIED
+        """Unspecified until the trainer has said it: instances stay as they are."""
         self.reported = False
         """Whether the trainer has said all that it knows. Before, a sample that is accepted already may look open."""
         self.fleet_open = False
@@ -232,6 +234,8 @@ class Ledger:
             self.samples.close(BatchKey(closed.purpose, closed.batch))
         if request.complete and not self.reported:
             self.reported = True
+            if self.phase == FLEET_PHASE_UNSPECIFIED:
+                self.set_phase(request.phase or FLEET_PHASE_GENERATE)
             logger.info("the trainer has reported: %d batches are closed", len(self.samples.closed))
         return ReportBatchResponse(
             scheduler_incarnation=self.incarnation,

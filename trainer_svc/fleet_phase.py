@@ -6,7 +6,7 @@ import time
 from streamrl.errors import UnavailableError
 from streamrl.rpc.channel import open_channel
 from streamrl.rpc.errors import peer_errors
-from streamrl.v1.scheduler_pb2 import FleetPhase, SetPhaseRequest
+from streamrl.v1.scheduler_pb2 import FLEET_PHASE_GENERATE, FleetPhase, SetPhaseRequest
 from streamrl.v1.scheduler_pb2_grpc import SchedulerServiceStub
 
 logger = logging.getLogger(__name__)
@@ -26,15 +26,19 @@ class FleetPhases:
         self._run_id = run_id
         self._attempt = attempt
         self._patience_s = patience_s
+        self.wanted: FleetPhase.ValueType = FLEET_PHASE_GENERATE
+        """What was asked for last."""
 
-    def set(self, phase: int) -> None:
+    def set(self, phase: FleetPhase.ValueType) -> None:
         """Returns when all live instances are in the phase. Repeating is harmless.
 
         Raises:
             UnavailableError: they are not within `patience_s`.
             RefusedError: the scheduler says no.
         """
-        request = SetPhaseRequest(run_id=self._run_id, attempt=self._attempt, phase=phase)  # type: ignore[arg-type]
+        # Noted first: a scheduler that is in a new life meanwhile is told by the next report.
+        self.wanted = phase
+        request = SetPhaseRequest(run_id=self._run_id, attempt=self._attempt, phase=phase)
         deadline_s = time.monotonic() + self._patience_s
         with open_channel(self._address) as channel:
             stub = SchedulerServiceStub(channel)
@@ -42,7 +46,7 @@ class FleetPhases:
                 try:
                     with peer_errors(f"scheduler_svc at {self._address}"):
                         stub.SetPhase(request, timeout=max(_RETRY_S, deadline_s - time.monotonic()))
-                    logger.debug("the fleet is in %s", FleetPhase.Name(phase))  # type: ignore[arg-type]
+                    logger.debug("the fleet is in %s", FleetPhase.Name(phase))
                     return
                 except UnavailableError:
                     if time.monotonic() + _RETRY_S > deadline_s:

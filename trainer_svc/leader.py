@@ -127,7 +127,8 @@ def _assemble(
         report=lambda outcome: reporter.report(outcome),
         dead_letter=dead_letters.send,
     )
-    reporter = _reporter(settings, collector, model_files, state.redispatched)
+    phases = _phases(settings)
+    reporter = _reporter(settings, collector, model_files, state.redispatched, phases)
     stack.callback(reporter.close)
     watch = FleetWatch(
         run_id=run.id,
@@ -176,7 +177,7 @@ def _assemble(
     parts = Parts(
         learner=learner,
         aggregation=aggregation_of(trainer.aggregation, settings.generator.max_tokens),
-        pacing=pacing_of(settings, _phases(settings).set),
+        pacing=pacing_of(settings, phases.set),
         writer=writer,
         collector=collector,
         intake=intake,
@@ -220,7 +221,11 @@ def _assemble(
 
 
 def _reporter(
-    settings: TrainerSettings, collector: Collector, model_files: Sequence[ModelFile], redispatched: int
+    settings: TrainerSettings,
+    collector: Collector,
+    model_files: Sequence[ModelFile],
+    redispatched: int,
+    phases: FleetPhases,
 ) -> OutcomeReporter:
     return OutcomeReporter(
         settings.rpc.scheduler_address,
@@ -232,6 +237,7 @@ def _reporter(
         known_outcomes=collector.known_outcomes,
         on_abandoned=collector.on_abandoned,
         on_error=collector.fail,
+        phase=lambda: phases.wanted,
         redispatched=redispatched,
     )
 

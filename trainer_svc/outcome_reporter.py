@@ -10,8 +10,11 @@ from streamrl.identity import BatchKey
 from streamrl.rpc.channel import open_channel
 from streamrl.rpc.errors import peer_errors
 from streamrl.v1.scheduler_pb2 import (
+    FLEET_PHASE_GENERATE,
+    FLEET_PHASE_UNSPECIFIED,
     AbandonedSample,
     ClosedBatch,
+    FleetPhase,
     ReportBatchRequest,
     ReportBatchResponse,
     SampleOutcome,
@@ -43,6 +46,7 @@ class OutcomeReporter:
         known_outcomes: Callable[[], tuple[list[SampleOutcome], list[BatchKey]]],
         on_abandoned: Callable[[Iterable[AbandonedSample]], None],
         on_error: Callable[[BaseException], None],
+        phase: Callable[[], FleetPhase.ValueType] = lambda: FLEET_PHASE_GENERATE,
         redispatched: int = 0,
     ) -> None:
         """
@@ -50,6 +54,7 @@ class OutcomeReporter:
             known_outcomes: all there are of open batches, and the closed batches, for a scheduler in a new life.
             on_abandoned: given-up samples, possibly again and again.
             on_error: the scheduler refuses, or did not answer for `patience_s`; the thread has ended.
+            phase: that the fleet is to be in, for a scheduler in a new life.
             redispatched: samples dispatched again before a checkpoint that this run continues.
         """
         self._address = address
@@ -61,6 +66,7 @@ class OutcomeReporter:
         self._known_outcomes = known_outcomes
         self._on_abandoned = on_abandoned
         self._on_error = on_error
+        self._phase = phase
         self._changed = threading.Condition()
         self._outcomes: list[SampleOutcome] = []
         self._closed_batches: list[BatchKey] = []
@@ -159,6 +165,7 @@ class OutcomeReporter:
             closed=[ClosedBatch(purpose=purpose, batch=batch) for purpose, batch in (*known_closed, *taken[1])],  # type: ignore[arg-type]
             complete=complete,
             tokenizer_digest=self._tokenizer_digest,
+            phase=self._phase() if complete else FLEET_PHASE_UNSPECIFIED,
         )
         return request, taken
 

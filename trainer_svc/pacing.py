@@ -8,7 +8,7 @@ colocated   trains when the whole batch is there, on a machine that the generato
 from collections.abc import Callable
 from typing import Protocol
 
-from streamrl.v1.scheduler_pb2 import FLEET_PHASE_GENERATE, FLEET_PHASE_TRAIN
+from streamrl.v1.scheduler_pb2 import FLEET_PHASE_GENERATE, FLEET_PHASE_TRAIN, FleetPhase
 from trainer_svc.settings import TrainerSettings
 
 
@@ -55,7 +55,7 @@ class InTurn:
     evaluations_block = True
     waits_for_publication = True
 
-    def __init__(self, set_phase: Callable[[int], None]) -> None:
+    def __init__(self, set_phase: Callable[[FleetPhase.ValueType], None]) -> None:
         self._set_phase = set_phase
 
     def before_training(self) -> None:
@@ -65,7 +65,7 @@ class InTurn:
         self._set_phase(FLEET_PHASE_GENERATE)
 
 
-def pacing_of(settings: TrainerSettings, set_phase: Callable[[int], None]) -> Pacing:
+def pacing_of(settings: TrainerSettings, set_phase: Callable[[FleetPhase.ValueType], None]) -> Pacing:
     """The pacing of the settings' mode.
 
     Args:

@@ -428,7 +428,8 @@ def test_it_can_be_stopped_before_there_is_a_version(play: Play) -> None:
 
 def test_a_broker_that_does_not_answer_is_named(play: Play) -> None:
     async def scenario(site: Site) -> None:
-        async with site.instance(kafka={"bootstrap_servers": "127.0.0.1:9"}, rpc={"deadline_s": 1}) as life:
+        kafka = {"bootstrap_servers": "127.0.0.1:9", "patience_s": 1}
+        async with site.instance(kafka=kafka) as life:
             with pytest.raises(BrokerUnavailableError, match=r"127\.0\.0\.1:9"):
                 await life
 

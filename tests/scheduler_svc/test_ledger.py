@@ -17,6 +17,7 @@ from streamrl.v1.sample_pb2 import SamplingSettings
 from streamrl.v1.scheduler_pb2 import (
     FLEET_PHASE_GENERATE,
     FLEET_PHASE_TRAIN,
+    FLEET_PHASE_UNSPECIFIED,
     INSTANCE_STATE_DEAD,
     INSTANCE_STATE_DRAINING,
     OUTCOME_ACCEPTED,
@@ -292,7 +293,6 @@ def test_a_version_that_an_earlier_attempt_published_starts_nothing() -> None:
     scene.batch(4)
     scene.ledger.announce(6, attempt=1)
     assert scene.advance() == []
-    assert scene.ledger.newest_weight_version is None
     scene.version(3)
     assert _samples(scene.advance()) == _keys(4)
 
@@ -565,6 +565,21 @@ def test_instances_are_told_of_versions_and_phases() -> None:
     assert [life.name for life in scene.ledger.take_news()] == ["a"]
     assert scene.ledger.answer("a", scene.incarnations["a"]).phase == FLEET_PHASE_TRAIN
     assert scene.ledger.take_news() == []
+
+
+def test_a_new_life_of_the_scheduler_leaves_the_fleet_as_it_is_until_the_trainer_has_said_the_phase() -> None:
+    scene = Scene()
+    scene.register("a")
+    assert scene.ledger.answer("a", scene.incarnations["a"]).phase == FLEET_PHASE_UNSPECIFIED
+    scene.report(complete=True, phase=FLEET_PHASE_TRAIN)
+    assert scene.ledger.answer("a", scene.incarnations["a"]).phase == FLEET_PHASE_TRAIN
+
+
+def test_a_late_report_does_not_undo_a_phase_that_was_asked_for() -> None:
+    scene = Scene()
+    scene.ledger.set_phase(FLEET_PHASE_GENERATE)
+    scene.report(complete=True, phase=FLEET_PHASE_TRAIN)
+    assert scene.ledger.phase == FLEET_PHASE_GENERATE
 
 
 def test_a_phase_is_reached_when_everything_that_runs_has_confirmed_it() -> None:
