@@ -6,6 +6,8 @@ import time
 import uuid
 
 import pytest
+from confluent_kafka import KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient
 
 from streamrl.errors import BrokerUnavailableError, RecordError, RefusedError
 from streamrl.kafka.connection import Connection
@@ -89,6 +91,53 @@ def test_a_reader_goes_on_after_the_positions_of_another(connection: Connection,
     second = RecordReader(connection, topics.prompts, dict(positions_after(seen)))
     assert [int(record.value) for record in read_until(second, 6)] == [4, 5, 6, 7, 8, 9]
     second.close()
+
+
+def test_a_reader_goes_on_with_what_is_left_when_its_position_has_expired(
+    connection: Connection, topics: Topics
+) -> None:
+    with RecordProducer(connection) as producer:
+        for index in range(10):
+            producer.send(topics.prompts, str(index).encode())
+    admin = AdminClient(connection.client_config())
+    (expired,) = admin.delete_records([TopicPartition(topics.prompts, 0, 6)]).values()
+    try:
+        expired.result()
+    except KafkaException as error:
+        pytest.skip(f"this broker deletes no records on request: {error.args[0].str()}")
+    reader = RecordReader(connection, topics.prompts, {0: 2})
+    assert [int(record.value) for record in read_until(reader, 4)] == [6, 7, 8, 9]
+    reader.close()
+
+
+def test_a_reader_is_there_before_its_topic(connection: Connection) -> None:
+    late = Topics(f"late-{uuid.uuid4().hex[:8]}")
+    reader = RecordReader(connection, late.prompts, {0: None})
+    assert reader.read(1.0) == []
+    create_topics(connection, late, max_instances=1)
+    with RecordProducer(connection) as producer:
+        producer.send(late.prompts, b"first")
+    assert [record.value for record in read_until(reader, 1)] == [b"first"]
+    reader.close()
+
+
+def test_records_of_several_producers_at_once_are_all_read(connection: Connection, topics: Topics) -> None:
+    def send(writer: int) -> None:
+        with RecordProducer(connection) as producer:
+            for index in range(200):
+                producer.send(topics.rollouts, f"{writer}/{index}".encode(), key=f"{index % 7}".encode())
+
+    reader = RecordReader(connection, topics.rollouts, all_partitions(connection.settings.rollout_partitions))
+    writers = [threading.Thread(target=send, args=(writer,)) for writer in range(3)]
+    for thread in writers:
+        thread.start()
+    records = read_until(reader, 600)
+    for thread in writers:
+        thread.join()
+    reader.close()
+    assert sorted(record.value for record in records) == sorted(
+        f"{writer}/{index}".encode() for writer in range(3) for index in range(200)
+    )
 
 
 def test_samples_of_a_key_stay_in_one_partition(connection: Connection, topics: Topics) -> None:
