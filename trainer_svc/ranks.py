@@ -31,6 +31,8 @@ _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """Longest that a rank waits for the others inside one collective; rank 0 speaks far more often than that."""
 _START_CHECK_S = 0.2
 """Between looks at whether ranks that have not come yet still live."""
+_STORE_CHECK_S = 1.0
+"""Between looks at whether a rank 0 that is to end still lives."""
 _START_WORD_S = 30.0
 """Between words about ranks that have not come yet."""
 _END_GRACE_S = 30.0
@@ -219,14 +221,7 @@ def join_ranks(
     place = launched or leading_place(environment, num_ranks, num_nodes)
     if place.world_size != num_ranks:
         raise ValueError(f"trainer.num_ranks is {num_ranks}, but the launcher started {place.world_size} ranks")
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        place.master_address,
-        place.master_port,
-        place.world_size,
-        is_master=place.rank == 0 and place.hosts_store,
-        wait_for_workers=False,
-        timeout=_COLLECTIVE_TIMEOUT,
-    )
+    store = _meet(place, again=launched is None)
     children = (
         _start_others(command, environment, place, num_ranks // num_nodes, store.port) if launched is None else []
     )
@@ -250,6 +245,36 @@ def join_ranks(
             child.wait()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _meet(place: Place, *, again: bool) -> "dist.TCPStore":  # type: ignore[name-defined]
+    """The store at rank 0, which hosts it.
+
+    Args:
+        again: this process may be the next life of one that rank 0 has not missed yet. What that one left in the store
+            would lead this one astray: it waits for the store of rank 0's own next life.
+
+    Raises:
+        ServiceDiedError: rank 0 goes on without this rank.
+    """
+    deadline = time.monotonic() + _COLLECTIVE_TIMEOUT.total_seconds()
+    while True:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            place.master_address,
+            place.master_port,
+            place.world_size,
+            is_master=place.rank == 0 and place.hosts_store,
+            wait_for_workers=False,
+            timeout=_COLLECTIVE_TIMEOUT,
+        )
+        if not again or store.add(f"lives-{place.rank}", 1) == 1:
+            return store
+        logger.warning("rank 0 has not missed an earlier life of rank %d yet: waiting for its next", place.rank)
+        with contextlib.suppress(RuntimeError):
+            while time.monotonic() < deadline:
+                store.check([_started(0)])
+                time.sleep(_STORE_CHECK_S)
+            raise ServiceDiedError(f"rank 0 does not end, although an earlier life of rank {place.rank} has")
 
 
 def _start_others(

@@ -213,6 +213,39 @@ def test_a_rank_that_dies_ends_those_of_every_machine(tmp_path, killed_rank):
     assert not any(map(_lives, pids))
 
 
+@pytest.mark.slow
+def test_a_machine_that_is_back_before_rank_0_has_missed_it_joins_rank_0_s_next_life(tmp_path):
+    program = _program(
+        tmp_path,
+        """
+        life = len(list(folder.glob(f"life-{ranks.rank}-*")))
+        (folder / f"life-{ranks.rank}-{life}").touch()
+        ranks.barrier()
+        if ranks.rank == 1 and life == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while ranks.rank == 0 and life == 0 and not (folder / "back").exists():
+            time.sleep(0.05)
+        ranks.broadcast_bytes(b"hello" if ranks.rank == 0 else None)
+        (folder / f"done-{ranks.rank}").touch()
+        """,
+        num_ranks=2,
+        num_nodes=2,
+    )
+    port = free_port("127.0.0.1", set())
+    first, second = (_start_node(program, node_rank, port) for node_rank in (0, 1))
+    second.communicate(timeout=_LIMIT_S)
+    back = _start_node(program, 1, port)
+    assert back.stderr is not None
+    # It says so when it has met the old rank 0.
+    assert any("waiting for its next" in line for line in back.stderr)
+    (tmp_path / "back").touch()
+    assert "ServiceDiedError" in first.communicate(timeout=_LIMIT_S)[1]
+    again = _start_node(program, 0, port)
+    outputs = [node.communicate(timeout=_LIMIT_S)[1] for node in (again, back)]
+    assert [again.returncode, back.returncode] == [0, 0], outputs
+    assert {path.name for path in tmp_path.glob("done-*")} == {"done-0", "done-1"}
+
+
 def test_the_first_process_of_a_machine_leads_its_ranks():
     environment = {"NODE_RANK": "1", "MASTER_ADDR": "trainer-0.trainer", "MASTER_PORT": "29500"}
     assert leading_place(environment, 16, 2) == Place(8, 16, 0, "trainer-0.trainer", 29500)
