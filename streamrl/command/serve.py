@@ -13,6 +13,7 @@ import signal
 import subprocess
 import threading
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 
 from streamrl import lifetime
@@ -31,6 +32,7 @@ _MUST_FIND = {
     "weights": ("weights_address",),
 }
 """What each service must be able to find: nobody calls the trainer or a generator to do the work."""
+_ANY_HOST = ("0.0.0.0", "[::]")
 _START_OVER_S = 1.0
 """Before a service is started over: the peer that it met may not have been started over itself."""
 
@@ -55,7 +57,7 @@ def serve(arguments: Namespace) -> int:
     folder = RunFolder(settings.run.folder)
     with unusable_as_bad_input(folder.path):
         (folder.path / "services").mkdir(parents=True, exist_ok=True)
-    if service == "trainer" and os.environ.get("NODE_RANK", "0") == "0":
+    if service == "trainer":
         return _serve_trainer(settings, folder, instance)
     return _serve_follower(service, settings, folder, instance)
 
@@ -70,20 +72,44 @@ def check_final(service: str, settings: Settings) -> None:
         address = getattr(settings.rpc, name)
         if address.endswith(":0"):
             problems.append(f"rpc.{name} is {address}: give it a port that the other services can know")
+        elif name != f"{service}_address" and address.rpartition(":")[0] in _ANY_HOST:
+            problems.append(
+                f"rpc.{name} is {address}, where a service may listen but not be found: give its own address, in "
+                "section rpc or in that of the site"
+            )
     if problems:
         raise ValueError("; ".join(problems))
 
 
 def _serve_trainer(settings: Settings, folder: RunFolder, instance: str) -> int:
-    """The trainer, which alone decides that there is a next attempt. Its run folder is the run's own."""
+    """The trainer, whose rank 0 alone decides that there is a next attempt. Its run folder is the run's own."""
+    if not speaks_for_all(os.environ):
+        # What rank 0 has completed, nobody else begins again.
+        return (
+            EXIT_COMPLETED
+            if _is_completed(settings, folder)
+            else _serve_follower("trainer", settings, folder, instance)
+        )
     with folder.lock():
-        summary = folder.read_summary() or {}
-        if summary.get("status") == "completed" and summary.get("iterations", 0) >= settings.trainer.num_iterations:
-            write_error(f"run {settings.run.id} is completed: it has done its {summary['iterations']} iterations")
+        if _is_completed(settings, folder):
             return EXIT_COMPLETED
         settings = begin_next_attempt(folder, settings)
         _announce(settings, instance, folder.settings)
         return _Foreground().run(service_command("trainer", instance, folder.settings))
+
+
+def speaks_for_all(environment: Mapping[str, str]) -> bool:
+    """Whether a trainer that is started here is rank 0: a launcher tells each process by RANK, where it starts all of
+    them, or by NODE_RANK, where it starts one on each machine."""
+    return environment.get("RANK", environment.get("NODE_RANK", "0")) == "0"
+
+
+def _is_completed(settings: Settings, folder: RunFolder) -> bool:
+    summary = folder.read_summary() or {}
+    if summary.get("status") != "completed" or summary.get("iterations", 0) < settings.trainer.num_iterations:
+        return False
+    write_error(f"run {settings.run.id} is completed: it has done its {summary['iterations']} iterations")
+    return True
 
 
 def _serve_follower(service: str, settings: Settings, folder: RunFolder, instance: str) -> int:

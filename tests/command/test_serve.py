@@ -27,6 +27,15 @@ def test_a_service_needs_the_broker_and_the_addresses_of_its_peers(tmp_path: Pat
         check_final(service, resolve(config, ["run.id=r"]))
 
 
+def test_an_address_at_which_nobody_can_be_found_is_refused(tmp_path: Path) -> None:
+    config = tmp_path / "job.toml"
+    config.touch()
+    settings = resolve(config, [*FINAL, "rpc.scheduler_address=0.0.0.0:5001"])
+    check_final("scheduler", settings)
+    with pytest.raises(ValueError, match=r"rpc.scheduler_address is 0\.0\.0\.0:5001, where a service may listen"):
+        check_final("generator", settings)
+
+
 def test_a_served_service_runs_with_its_own_settings_file(place: Any) -> None:
     stub = {"generator-7": {"exit_code": 3}}
     done = place.call("serve", "generator", "job.toml", "--instance", "generator-7", *SET_FINAL, stub=stub)
@@ -55,6 +64,19 @@ def test_each_start_of_the_trainer_is_the_next_attempt_until_the_run_is_complete
     done = place.call("serve", "trainer", "job.toml", *SET_FINAL, stub=dies)
     assert done.exit_code == 0 and "is completed: it has done its 5 iterations" in done.stderr
     assert json.loads((place.run_folder / "attempt.json").read_text())["attempt"] == 3
+
+
+@pytest.mark.parametrize("place_of_rank", [{"NODE_RANK": "1"}, {"RANK": "8", "NODE_RANK": "0"}])
+def test_another_rank_of_the_trainer_begins_no_attempt_and_not_again_what_is_completed(
+    place: Any, place_of_rank: dict[str, str]
+) -> None:
+    command = ("serve", "trainer", "job.toml", "--instance", "trainer-1", *SET_FINAL)
+    done = place.call(*command, stub={"trainer-1": {"exit_code": 3}}, **place_of_rank)
+    assert done.exit_code == 3
+    assert not (place.run_folder / "attempt.json").exists()
+    assert place.call("serve", "trainer", "job.toml", *SET_FINAL).exit_code == 0
+    done = place.call(*command, stub={"trainer-1": {"exit_code": 3}}, **place_of_rank)
+    assert done.exit_code == 0 and "is completed" in done.stderr
 
 
 def test_a_served_service_ends_when_it_is_told_to(place: Any) -> None:
