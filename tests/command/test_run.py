@@ -149,6 +149,20 @@ def test_what_a_run_cannot_go_on_without_is_answered_by_its_next_attempt(place: 
     assert place.processes() == []
 
 
+@pytest.mark.kafka
+def test_a_broker_that_kept_its_topics_is_started_again_alone(place: Any, kafka_download: object) -> None:
+    run = place.start_run("--set", "trainer.num_iterations=80", "--set", "kafka.embedded=apache", stub=SLOW_RUN)
+    _wait_until_training(place)
+    first = place.pid_of("broker")
+    os.kill(first, signal.SIGKILL)
+    place.eventually(lambda: "broker" in _instances(place) and place.pid_of("broker") != first)
+    done = place.ended(run)
+    assert done.exit_code == 0, done.stderr
+    assert "the embedded broker ended (killed by signal SIGKILL): starting it again in 1 s" in done.stderr
+    assert done.result["attempts"] == 1
+    assert place.processes() == []
+
+
 def test_a_trainer_that_fails_again_at_the_same_place_fails_the_run(place: Any) -> None:
     stub = {"trainer": {"iteration_s": 1.0, "exit_code": 1, "after_s": 3.0, "error": "CUDA error: device-side assert"}}
     done = place.ended(place.start_run("--set", "trainer.num_iterations=1000", stub=stub))

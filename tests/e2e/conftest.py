@@ -95,9 +95,13 @@ class Run:
         summary: dict[str, Any] = json.loads(lines[0])
         return summary
 
+    def told(self) -> str:
+        """What it said on standard error."""
+        return self._stderr.read_text()
+
     def log(self) -> str:
         """The end of what the run and its services said."""
-        parts = [self._stderr.read_text()[-3000:]]
+        parts = [self.told()[-3000:]]
         for log in sorted((self.folder / "logs").glob("*.log")):
             parts.append(f"--- {log.name}\n{log.read_text(errors='replace')[-2000:]}")
         return "\n".join(parts)
