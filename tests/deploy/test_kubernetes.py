@@ -95,6 +95,8 @@ def test_pods_are_as_many_as_the_settings_say(overlay, tmp_path, monkeypatch):
             spec = workload.resource["spec"]
             assert spec["completions"] == spec["parallelism"] == settings.trainer.num_nodes
             assert gpus in (None, settings.trainer.num_ranks // settings.trainer.num_nodes)
+            budget = one(overlay, "PodDisruptionBudget", "trainer")
+            assert budget["spec"]["minAvailable"] == settings.trainer.num_nodes
         elif workload.name == "generator":
             assert workload.resource["spec"]["replicas"] == settings.generator.num_instances
             assert gpus in (None, settings.generator.tensor_parallel_size)
