@@ -73,8 +73,10 @@ class KafkaDownload:
     def environment(self, data: Path) -> dict[str, str]:
         """What the command is to find in its environment."""
         path = os.pathsep.join([str(self._java.parent), os.environ.get("PATH", os.defpath)])
-        # The scripts of a release write their own logs into the release, which may belong to somebody else.
-        return {"KAFKA_HEAP_OPTS": _HEAP, **os.environ, "PATH": path, "LOG_DIR": str(data / "logs")}
+        # The scripts of a release write their own logs into the release, which may belong to somebody else; EXTRA_ARGS
+        # without -loggc: a log of garbage collections grows to a gigabyte.
+        ours = {"PATH": path, "LOG_DIR": str(data / "logs"), "EXTRA_ARGS": "-name kafkaServer"}
+        return {"KAFKA_HEAP_OPTS": _HEAP, **os.environ, **ours}
 
 
 def find_java() -> Path:

@@ -1,6 +1,8 @@
 """How we connect to Kafka: librdkafka's settings, and what its error callback said last."""
 
 import logging
+import math
+import re
 import threading
 import time
 from typing import Any, NoReturn
@@ -13,7 +15,11 @@ from streamrl.kafka.outage import TRANSIENT
 from streamrl.settings import KafkaSection
 
 logger = logging.getLogger(__name__)
+_LIBRDKAFKA = logging.getLogger("librdkafka")
 
+_SAY_AGAIN_S = 30.0
+"""A client that looks for its broker meets the same error many times a second."""
+_ELAPSED = re.compile(r" \(after \d+ms in state .*\)$")
 _RETRY_S = 0.5
 _LEAST_TIMEOUT_S = 0.1
 _FIRST_WAIT_S = 1.0
@@ -38,6 +44,8 @@ class Connection:
         self._last_error = ""
         self._refusal = ""
         self._num_errors = 0
+        self._said_at_s: dict[str, float] = {}
+        _LIBRDKAFKA.addFilter(_is_no_failure)
 
     def client_config(self, **extra: Any) -> dict[str, Any]:
         """librdkafka's configuration: ours, then the user's `kafka.client`, then the caller's."""
@@ -45,7 +53,7 @@ class Connection:
             "bootstrap.servers": self.settings.bootstrap_servers,
             "client.id": self._client_id,
             "error_cb": self._on_error,
-            "logger": logging.getLogger("librdkafka"),
+            "logger": _LIBRDKAFKA,
             "broker.address.ttl": 1000,
             "reconnect.backoff.max.ms": 2000,
             "socket.keepalive.enable": True,
@@ -110,6 +118,8 @@ class Connection:
         ) from error
 
     def _on_error(self, error: KafkaError) -> None:
+        now_s = time.monotonic()
+        subject = _ELAPSED.sub("", error.str())
         with self._lock:
             self._num_errors += 1
             if error.code() != KafkaError._ALL_BROKERS_DOWN or not self._last_error:
@@ -117,7 +127,16 @@ class Connection:
                 self._last_error = error.str()
             if error.code() in _REFUSALS:
                 self._refusal = error.str()
-        logger.log(logging.ERROR if error.fatal() else logging.WARNING, "Kafka: %s", error.str())
+            is_news = now_s - self._said_at_s.get(subject, -math.inf) > _SAY_AGAIN_S
+            if is_news:
+                self._said_at_s[subject] = now_s
+        if is_news:
+            logger.log(logging.ERROR if error.fatal() else logging.WARNING, "Kafka: %s", error.str())
+
+
+def _is_no_failure(record: logging.LogRecord) -> bool:
+    """What librdkafka logs as FAIL, it tells the error callback too."""
+    return not record.getMessage().startswith("FAIL ")
 
 
 def check_client(settings: KafkaSection) -> None:

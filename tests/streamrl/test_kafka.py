@@ -196,6 +196,16 @@ def test_an_unreachable_broker_is_named_with_what_to_do(nobody: KafkaSection) ->
         Connection(nobody, "test").check(timeout_s=2)
 
 
+def test_an_error_that_comes_again_and_again_is_logged_once(
+    nobody: KafkaSection, caplog: pytest.LogCaptureFixture
+) -> None:
+    connection = Connection(nobody, "test")
+    with pytest.raises(BrokerUnavailableError):
+        connection.check(timeout_s=2)
+    assert connection.num_errors > 5
+    assert sum("Connection refused" in record.getMessage() for record in caplog.records if record.levelno > 20) == 1
+
+
 def test_a_reader_gives_a_broker_up_that_stays_away(nobody: KafkaSection) -> None:
     reader = RecordReader(Connection(nobody, "test"), "streamrl.test.rollouts", {0: None})
     deadline = time.monotonic() + 20
