@@ -80,6 +80,7 @@ class TrainerState:
         return {
             **asdict(self),
             "counts": self.counts.to_json(),
+            "open_evaluations": list(self.open_evaluations),
             "rollout_positions": {str(partition): offset for partition, offset in self.rollout_positions.items()},
         }
 
@@ -94,6 +95,7 @@ class TrainerState:
                 **values,
                 "lineage": Lineage(**lineage),
                 "counts": RolloutCounts.from_json(values["counts"]),
+                "open_evaluations": tuple(values["open_evaluations"]),
                 "rollout_positions": {int(name): offset for name, offset in values["rollout_positions"].items()},
             }
         )

@@ -16,7 +16,7 @@ from streamrl.kafka.producer import RecordProducer
 from streamrl.kafka.reader import ReaderThread, Record, RecordReader
 from streamrl.kafka.topics import Topics, create_topics
 from streamrl.rpc.server import Server
-from streamrl.settings import KafkaSection
+from streamrl.settings import FleetView, KafkaSection
 from streamrl.staleness import required_version
 from streamrl.v1.records_pb2 import ROLLOUT_STATUS_FAILED, ROLLOUT_STATUS_OK, Prompt, PromptRecord, Rollout
 from streamrl.v1.sample_pb2 import (
@@ -272,7 +272,7 @@ class RunningFleet:
             threading.Thread(target=fleet.generate_until_end, daemon=True),
         ]
         connection = Connection(fleet.kafka, "fleet")
-        create_topics(connection, fleet.topics, max_instances=2)
+        create_topics(connection, fleet.topics, max_instances=FleetView().max_instances)
         reader = RecordReader(connection, fleet.topics.prompts, {0: None})
         self._reader = ReaderThread(reader, fleet.on_records, fleet.errors.append).start()
         for thread in self._threads:

@@ -30,6 +30,11 @@ def test_a_state_comes_back_from_json_as_it_was() -> None:
         wall_s=2.5,
         wait_s=0.5,
         rollout_positions={0: 5, 3: 7},
+        rollout_topic_id="n/LG2AdoTK6iBJS2Brd4Wg",
+        open_evaluations=(4,),
+        data_digest="d",
+        generator_busy_s=1.5,
+        generator_available_s=2.0,
         tracker_run_id="abc",
     )
     assert TrainerState.from_json(json.loads(json.dumps(state.to_json()))) == state
