@@ -5,13 +5,17 @@ both, so that no two lives of a run ever have one number. What the trainer does 
 its own affair: trainer_svc/resumption.py.
 """
 
+import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from streamrl import lifetime
+from streamrl.command.fixed_settings import check_changes
+from streamrl.command.resolve import resolve_again, without_chosen
 from streamrl.command.settings import Settings
 from streamrl.run_folder import RunFolder, RunRecord, ServiceRecord, write_private
+from streamrl.settings import RunSection
 
 
 def begin_next_attempt(folder: RunFolder, settings: Settings) -> Settings:
@@ -26,14 +30,39 @@ def begin_next_attempt(folder: RunFolder, settings: Settings) -> Settings:
         The same, of the new attempt; `folder.settings` holds them.
 
     Raises:
-        ValueError: the record of attempts is damaged.
+        ValueError: a setting differs that a run keeps for life, or the record of attempts is damaged.
     """
+    if folder.settings.exists():
+        before = last_settings(folder)
+        check_changes(before, settings.model_copy(update={"run": _of_attempt(settings, before.run.attempt)}))
     attempt = folder.begin_attempt()
     # What an earlier attempt had to say of its end is not how this one ended.
     folder.summary.unlink(missing_ok=True)
-    settings = settings.model_copy(update={"run": settings.run.model_copy(update={"attempt": attempt})})
+    settings = settings.model_copy(update={"run": _of_attempt(settings, attempt)})
     write_private(folder.settings, settings.model_dump_json(indent=2))
     return settings
+
+
+def last_settings(folder: RunFolder, chosen: Sequence[str] = ()) -> Settings:
+    """The settings of a run's last attempt.
+
+    Args:
+        chosen: names of addresses that are left to the command again.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    try:
+        values = json.loads(folder.settings.read_text())
+        # The runs may have been moved since; a renamed one would have other topics.
+        values["run"]["dir"] = str(folder.path.parent)
+        return resolve_again(without_chosen(values, chosen), str(folder.settings), [])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder.settings} is damaged: {error}") from error
+
+
+def _of_attempt(settings: Settings, attempt: int) -> RunSection:
+    return settings.run.model_copy(update={"attempt": attempt})
 
 
 def wait_for_earlier_processes(record: RunRecord, timeout_s: float, say: Callable[[str], None]) -> None:

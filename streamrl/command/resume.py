@@ -5,13 +5,12 @@ from the checkpoint and from the topics is the trainer's decision.
 """
 
 import contextlib
-import json
 from argparse import Namespace
 
-from streamrl.command.attempts import begin_next_attempt, wait_for_earlier_processes
+from streamrl.command.attempts import begin_next_attempt, last_settings, wait_for_earlier_processes
 from streamrl.command.display import open_display
 from streamrl.command.fixed_settings import check_changes
-from streamrl.command.resolve import resolve_again, without_chosen
+from streamrl.command.resolve import resolve_again
 from streamrl.command.run import carry_out, tell
 from streamrl.command.runs import named_run
 from streamrl.command.settings import Settings
@@ -68,11 +67,7 @@ def check_not_done(record: RunRecord, summary: dict[str, object] | None, num_ite
 
 def _settings(folder: RunFolder, record: RunRecord, assignments: list[str]) -> Settings:
     """Those of the run with the changes, as far as they are allowed."""
-    try:
-        values = json.loads(folder.settings.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{folder.settings} is damaged: {error}") from error
-    before = resolve_again(without_chosen(values, record.chosen), str(folder.settings), [])
+    before = last_settings(folder, record.chosen)
     after = resolve_again(before.model_dump(mode="json"), str(folder.settings), assignments)
     check_changes(before, after)
     return after

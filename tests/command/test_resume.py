@@ -120,6 +120,9 @@ def test_an_attempt_is_on_the_disk_before_its_settings_are(tmp_path: Path) -> No
     assert next_settings.run.attempt == folder.last_attempt() == 2
     assert json.loads(folder.settings.read_text())["run"]["attempt"] == 2
     assert not folder.summary.exists()
+    with pytest.raises(ValueError, match=r"run\.seed is 0 in this run and cannot become 1"):
+        begin_next_attempt(folder, _settings(run={"id": "r", "dir": str(tmp_path), "seed": 1}))
+    assert folder.last_attempt() == 2
     folder.attempt.write_text("{")
     with pytest.raises(ValueError, match=r"attempt\.json is damaged"):
         folder.begin_attempt()
