@@ -264,8 +264,10 @@ class _Conductor:
 
     async def _let_trainer_save(self, supervisor: Supervisor, observer: Observer) -> None:
         """Has the trainer give up its iteration, whose rollouts do not come any more, and write a checkpoint of those
-        before."""
-        if not supervisor.runs("trainer") or not await observer.ask_to_stop(at_once=True):
+        before, if there are any."""
+        if not supervisor.runs("trainer") or observer.iterations == 0:
+            return
+        if not await observer.ask_to_stop(at_once=True):
             return
         begun_s = time.monotonic()
         while supervisor.runs("trainer"):

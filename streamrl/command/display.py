@@ -66,9 +66,11 @@ class LineDisplay:
     def update(self, observation: Observation) -> None:
         status = observation.trainer
         if status is not None and status.iteration != self._iteration:
+            # A trainer that takes the run up again begins where its checkpoint stands, once that is loaded.
             self._iteration = status.iteration
-            self._line(iteration_line(status))
-            return
+            if status.iteration:
+                self._line(iteration_line(status))
+                return
         silent_s = time.monotonic() - self._last_line_s
         if silent_s < _STATE_LINE_EVERY_S:
             return

@@ -21,7 +21,7 @@ BATCH = 8 * 4
 SETTINGS = {
     "generator.engine": "fake",
     # A batch takes seconds, so that there is something to interrupt.
-    "generator.fake_step_ms": {"1": 15.0},
+    "generator.fake_step_ms": {"1": 20.0},
     "generator.max_running": 8,
     "data.prompts_per_batch": 8,
     "data.samples_per_prompt": 4,
@@ -54,13 +54,13 @@ def _another(run: Any, service: str, killed: psutil.Process) -> bool:
 def test_a_run_of_which_each_process_is_killed_in_turn_completes_by_itself(
     start_run: Callable[..., Any], assert_adds_up: AddsUp, mode: str
 ) -> None:
-    run = start_run({**SETTINGS, "pipeline.mode": mode, "trainer.num_iterations": 12})
+    run = start_run({**SETTINGS, "pipeline.mode": mode, "trainer.num_iterations": 16})
     _kill_in_turn(run, ("generator-1", "scheduler", "weights", "trainer", "broker"))
     summary = run.finish()
     assert run.process.returncode == 0, run.log()
     assert_adds_up(summary)
     assert summary["status"] == "completed"
-    assert summary["rollouts"]["trained"] == summary["rollouts"]["expected"] == 12 * BATCH
+    assert summary["rollouts"]["trained"] == summary["rollouts"]["expected"] == 16 * BATCH
     assert summary["staleness_max"] <= (1 if mode == "async" else 0)
     # The trainer, and a broker that keeps nothing, each cost an attempt.
     assert summary["attempts"] == 3
