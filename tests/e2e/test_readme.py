@@ -33,7 +33,7 @@ def test_every_subcommand_and_target_that_the_readme_names_exists(capsys: pytest
         assert ended.value.code == 0, subcommand
     capsys.readouterr()
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)", README, flags=re.MULTILINE):
+    for target in re.findall(r"^make ([a-z0-9-]+)|`make ([a-z0-9-]+)", README, flags=re.MULTILINE):
         assert re.search(rf"^{''.join(target)}:", makefile, flags=re.MULTILINE), target
 
 
