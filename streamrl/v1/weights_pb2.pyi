@@ -72,7 +72,7 @@ global___TensorInfo = TensorInfo
 
 @typing.final
 class ModelFile(google.protobuf.message.Message):
-    """A small file that comes with the model: config, tokenizer. Only version 0 has any."""
+    """A small file that comes with the model: config, tokenizer. The first version of each attempt has them."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -301,7 +301,7 @@ class NegotiateRequest(google.protobuf.message.Message):
     exact_weight_version: builtins.int
     """...unless exactly this one is asked for."""
     with_files: builtins.bool
-    """Ask for the files of version 0 too."""
+    """Ask for the model's files too."""
     @property
     def formats(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___TransferFormat.ValueType]:
         """Forms it understands."""

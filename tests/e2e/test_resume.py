@@ -12,6 +12,7 @@ from typing import Any
 import mlflow
 import pytest
 
+from streamrl.command.apache_kafka import KafkaDownload
 from streamrl.identity import SampleKey
 from streamrl.kafka.connection import Connection
 from streamrl.kafka.positions import topic_extent
@@ -72,6 +73,28 @@ def test_a_run_that_is_killed_whole_goes_on_as_if_nothing_had_been(
         _check_nothing_was_generated_twice(run, broker)
 
 
+@pytest.mark.kafka
+@pytest.mark.slow
+def test_the_topics_of_the_embedded_apache_broker_outlive_a_killed_run(
+    start_run: Callable[..., Any], assert_adds_up: AddsUp
+) -> None:
+    try:
+        KafkaDownload.find("")
+    except ValueError as error:
+        pytest.skip(str(error))
+    run = start_run({**_settings(None, "embedded-apache"), "kafka.embedded": "apache"})
+    _wait_for_iteration(run, 3)
+    _kill(run)
+    run.resume()
+    summary = run.finish(400)
+    assert run.process.returncode == 0, run.log()
+    assert_adds_up(summary)
+    _check_lineage(run, summary, attempts=2)
+    log = (Path(run.folder) / "logs" / "trainer.log").read_text()
+    assert int(re.findall(r"rollouts: (\d+) rollouts are reused", log)[-1]) > 0
+    assert run.left_behind() == []
+
+
 @pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again_ends(
     start_run: Callable[..., Any], assert_adds_up: AddsUp, broker: KafkaSection | None
@@ -90,10 +113,34 @@ def test_a_run_that_is_killed_again_and_again_ends(
 
 
 @pytest.mark.slow
+def test_a_killed_run_ends_with_the_same_weights_bit_for_bit(start_run: Callable[..., Any], tmp_path: Path) -> None:
+    """The fake engine's answers depend on their identity alone, so the whole of the learning does."""
+    (tmp_path / "parity.py").write_text("def even(response):\n    return float(len(response) % 2)\n")
+    settings = {
+        **_settings(None, "weights"),
+        "pipeline.mode": "sync",
+        "trainer.deterministic": True,
+        "reward.functions": "parity:even",
+        "mlflow.tracking_uri": "off",
+    }
+    finals = []
+    for is_killed in (False, True):
+        run = start_run(settings, env={"PYTHONPATH": str(tmp_path)})
+        if is_killed:
+            _wait_for_iteration(run, 3)
+            _kill(run)
+            run.resume()
+        assert run.finish(400)["reward"]["last"] > 0
+        finals.append((Path(run.folder) / "model" / "model.safetensors").read_bytes())
+    assert finals[0] == finals[1]
+
+
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_and_a_completed_one_for_longer(
     start_run: Callable[..., Any], assert_adds_up: AddsUp
 ) -> None:
-    run = start_run({**_settings(None, "stopped"), "pipeline.mode": "sync", "trainer.checkpoint_every": 0})
+    ranks = {"trainer.num_ranks": 2, "trainer.zero_stage": 2}
+    run = start_run({**_settings(None, "stopped"), **ranks, "pipeline.mode": "sync", "trainer.checkpoint_every": 0})
     _wait_for_iteration(run, 2)
     run.process.send_signal(signal.SIGTERM)
     stopped = run.finish()
