@@ -18,6 +18,7 @@ from trainer_svc.losses import Aggregation
 from trainer_svc.microbatches import TrainSample, collate, cut, deal, decode, empty_micro_batch, encode
 from trainer_svc.policy import Policy, StepStats
 from trainer_svc.ranks import Ranks
+from trainer_svc.rows import RowCost, make_rows
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +26,24 @@ logger = logging.getLogger(__name__)
 class Learner:
     """Policy and ranks behind a few verbs."""
 
-    def __init__(self, policy: Policy, ranks: Ranks, *, aggregation: Aggregation, micro_batch_tokens: int) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        ranks: Ranks,
+        *,
+        aggregation: Aggregation,
+        micro_batch_tokens: int,
+        row_cost: RowCost | None,
+    ) -> None:
+        """
+        Args:
+            row_cost: decides which answers to one prompt share a row; None: none do.
+        """
         self._policy = policy
         self._ranks = ranks
         self._aggregation = aggregation
         self._micro_batch_tokens = micro_batch_tokens
+        self._row_cost = row_cost
 
     @property
     def num_ranks(self) -> int:
@@ -37,7 +51,10 @@ class Learner:
 
     def accumulate(self, samples: Sequence[TrainSample]) -> None:
         """Adds the samples' un-normalised gradients, in micro-batches dealt to the ranks."""
-        micro_batches = [collate(group, self._aggregation) for group in cut(samples, self._micro_batch_tokens)]
+        rows = make_rows(samples, self._row_cost, self._micro_batch_tokens)
+        micro_batches = [
+            collate([row.samples for row in part], self._aggregation) for part in cut(rows, self._micro_batch_tokens)
+        ]
         for round_ in deal(micro_batches, self.num_ranks, empty_micro_batch()):
             if self.num_ranks > 1:
                 self._say("accumulate", {}, [encode(micro_batch) for micro_batch in round_])

@@ -116,27 +116,44 @@ class ClipRange:
         return ratio.clamp(1 - self.low, 1 + self.high)
 
 
-def token_ratio(logprobs: Tensor, old_logprobs: Tensor, trained: Tensor) -> Tensor:
-    """How much likelier each token has become, (samples, tokens)."""
-    del trained
-    return _exp(logprobs - old_logprobs)
+@dataclass(frozen=True)
+class TokensOfSamples:
+    """Which tokens of a micro-batch are trained, and whose they are. Shapes (rows, tokens)."""
+
+    trained: Tensor
+    """Bool."""
+    sample_index: Tensor
+    """Int64, below `num_samples`; any where a token is not trained."""
+    num_samples: int
+
+    def sums(self, values: Tensor) -> Tensor:
+        """At each token the sum of the values over all trained tokens of its sample, (rows, tokens)."""
+        totals = values.new_zeros(self.num_samples)
+        totals = totals.index_add(0, self.sample_index.flatten(), (values * self.trained).flatten())
+        return totals[self.sample_index]
 
 
-def sequence_mean_ratio(logprobs: Tensor, old_logprobs: Tensor, trained: Tensor) -> Tensor:
+def token_ratio(log_ratio: Tensor, tokens: TokensOfSamples) -> Tensor:
+    """How much likelier each token has become, (rows, tokens)."""
+    del tokens
+    return _exp(log_ratio)
+
+
+def sequence_mean_ratio(log_ratio: Tensor, tokens: TokensOfSamples) -> Tensor:
     """How much likelier a sample has become, to the power of 1 / its length: the geometric mean of its tokens' ratios
-    (GSPO, Zheng et al. 2025, Eq 7). (samples, 1)."""
-    difference = (logprobs - old_logprobs) * trained
-    return _exp(difference.sum(-1, keepdim=True) / trained.sum(-1, keepdim=True).clamp_min(1))
+    (GSPO, Zheng et al. 2025, Eq 7), at each of them. (rows, tokens)."""
+    return _exp(tokens.sums(log_ratio) / tokens.sums(torch.ones_like(log_ratio)).clamp_min(1))
 
 
-def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, trained: Tensor) -> Tensor:
-    """How much likelier a sample has become: the product of its tokens' ratios. (samples, 1)."""
-    return _exp(((logprobs - old_logprobs) * trained).sum(-1, keepdim=True))
+def sequence_ratio(log_ratio: Tensor, tokens: TokensOfSamples) -> Tensor:
+    """How much likelier a sample has become: the product of its tokens' ratios, at each of them. (rows, tokens)."""
+    return _exp(tokens.sums(log_ratio))
 
 
 def clipped_surrogate(ratio: Tensor, logprobs: Tensor, advantages: Tensor, clip: ClipRange) -> Tensor:
     """-min(r A, clip(r) A) (PPO, Schulman et al. 2017, Eq 7; with a higher upper bound DAPO, Yu et al. 2025, Eq 8)."""
-    return -torch.minimum(ratio * advantages, clip(ratio) * advantages).expand_as(logprobs)
+    del logprobs
+    return -torch.minimum(ratio * advantages, clip(ratio) * advantages)
 
 
 def clipped_weight(ratio: Tensor, logprobs: Tensor, advantages: Tensor, clip: ClipRange) -> Tensor:
@@ -148,11 +165,10 @@ def clipped_weight(ratio: Tensor, logprobs: Tensor, advantages: Tensor, clip: Cl
 class Surrogate:
     """A policy loss: what the ratio is of, and what becomes of it. What it is a ratio to is `OffPolicy`'s affair."""
 
-    ratio: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Of (log-probs, those it is a ratio to, whether a token is trained), each (samples, tokens); the result broadcasts
-    to them."""
+    ratio: Callable[[Tensor, TokensOfSamples], Tensor]
+    """Of each token's log-ratio and whose it is; (rows, tokens)."""
     loss: Callable[[Tensor, Tensor, Tensor, ClipRange], Tensor]
-    """Of (ratio, log-probs, advantages (samples, 1), clip); (samples, tokens)."""
+    """Of (ratio, log-probs, advantages, clip), each (rows, tokens); the same."""
     clips_gradient: bool
     """Whether a ratio outside the range has no gradient when it has moved in the wanted direction."""
 
@@ -214,6 +230,7 @@ def policy_loss(
     entropies: Tensor,
     behaviour_logprobs: Tensor,
     advantages: Tensor,
+    sample_index: Tensor,
     weights: Tensor,
     own_version: Tensor,
     *,
@@ -224,11 +241,12 @@ def policy_loss(
     """The un-normalised loss of a micro-batch and what is worth knowing of its tokens.
 
     Args:
-        logprobs: (samples, tokens), differentiable.
-        entropies, behaviour_logprobs: (samples, tokens).
+        logprobs: (rows, tokens), differentiable.
+        entropies, behaviour_logprobs: (rows, tokens).
         advantages: (samples,).
-        weights: (samples, tokens), 0 where a token is not trained (prompt, padding).
-        own_version: (samples, tokens), bool: drawn under the version being trained.
+        sample_index: (rows, tokens), int64: the sample that a token is of.
+        weights: (rows, tokens), 0 where a token is not trained (prompt, padding).
+        own_version: (rows, tokens), bool: drawn under the version being trained.
         importance_limit: of `off_policy`'s weights, above 1.
 
     Returns:
@@ -239,8 +257,9 @@ def policy_loss(
     logprobs = torch.where(trained, logprobs, behaviour_logprobs)
     importance = _exp(logprobs.detach() - behaviour_logprobs)
     old_logprobs = behaviour_logprobs if off_policy.ratio_to_generator else logprobs.detach()
-    ratio = surrogate.ratio(logprobs, old_logprobs, trained)
-    losses = surrogate.loss(ratio, logprobs, advantages[:, None], clip)
+    token_advantages = advantages[sample_index]
+    ratio = surrogate.ratio(logprobs - old_logprobs, TokensOfSamples(trained, sample_index, len(advantages)))
+    losses = surrogate.loss(ratio, logprobs, token_advantages, clip)
     if off_policy.weight is not None:
         losses = losses * off_policy.weight(importance, importance_limit)
     loss = (losses * weights).sum()
@@ -248,7 +267,7 @@ def policy_loss(
         difference = logprobs - behaviour_logprobs
         above, below = ratio > 1 + clip.high, ratio < 1 - clip.low
         if surrogate.clips_gradient:
-            sign = advantages[:, None].sign()
+            sign = token_advantages.sign()
             above, below = above & (sign > 0), below & (sign < 0)
         clipped = trained & (above | below)
         own = trained & own_version

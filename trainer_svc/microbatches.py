@@ -1,14 +1,14 @@
 """Cutting trainable samples into micro-batches by token budget, and micro-batches as tensors and bytes.
 
-Plans are pure functions over lengths. A row of a micro-batch is one prompt and one answer, padded on the right: under
-causal attention nothing that is trained can see padding there, so no attention mask is needed. (Rows that share one
-prompt between several answers would be another `collate` over the same plan and the same losses, which only see
-positions.)
+Plans are pure functions over lengths. A row is one prompt and one answer, or several answers to it (rows.py decides
+which), padded on the right: under causal attention nothing that is trained can see padding there, so no attention mask
+is needed while each row holds one answer. Where a row holds several, `segments` says what may see what, and
+`position_ids` where each answer would stand if it were alone.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import safetensors.torch
 import torch
@@ -61,16 +61,23 @@ class MicroBatch:
     """
 
     token_ids: Tensor
-    """(samples, width), int64."""
+    """(rows, width), int64."""
     first_target: int
     behaviour_logprobs: Tensor
-    """(samples, width - first_target), float32."""
+    """(rows, width - first_target), float32."""
     advantages: Tensor
     """(samples,), float32."""
+    sample_index: Tensor
+    """(rows, width - first_target), int64: which sample a token is of; any where its weight is 0."""
     weights: Tensor
-    """(samples, width - first_target), float32: the token's weight in the loss, 0 for prompt and padding."""
+    """(rows, width - first_target), float32: the token's weight in the loss, 0 for prompt and padding."""
     own_version: Tensor
-    """(samples, width - first_target), bool."""
+    """(rows, width - first_target), bool."""
+    segments: Tensor | None = None
+    """(rows, width), int64: 0 for a prompt, which all of its row may see, j for its j-th answer, -1 for padding. None:
+    each row holds one answer."""
+    position_ids: Tensor | None = None
+    """(rows, width), int64; with `segments`."""
 
     def to(self, device: torch.device) -> Self:
         """The same on another device; without a copy when it is there already."""
@@ -79,28 +86,44 @@ class MicroBatch:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by field name."""
-        return {
+        tensors = {
             "token_ids": self.token_ids,
             "behaviour_logprobs": self.behaviour_logprobs,
             "advantages": self.advantages,
+            "sample_index": self.sample_index,
             "weights": self.weights,
             "own_version": self.own_version,
+            "segments": self.segments,
+            "position_ids": self.position_ids,
         }
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
-def cut(samples: Sequence[TrainSample], micro_batch_tokens: int) -> list[list[TrainSample]]:
-    """Cuts samples into micro-batches of at most `micro_batch_tokens`, padding counted.
+class HasTokens(Protocol):
+    """What can be cut: a row, or a sample that has a row of its own."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def identity(self) -> tuple[int, int, int]: ...
+
+
+Cut = TypeVar("Cut", bound=HasTokens)
+
+
+def cut(rows: Sequence[Cut], micro_batch_tokens: int) -> list[list[Cut]]:
+    """Cuts rows into micro-batches of at most `micro_batch_tokens`, padding counted.
 
     Longest first (equal lengths by identity), so that neighbours are alike, and the largest pass comes first: memory
     that suffices for it suffices for all. Of all cuts of that row the cheapest is taken, where a micro-batch costs its
-    tokens, padding counted, and a 32nd of the budget for being a pass of its own. No sample is split; one that is
-    longer than the budget gets a micro-batch of its own. The same samples are cut in the same way whatever order they
-    come in.
+    tokens, padding counted, and a 32nd of the budget for being a pass of its own. No row is split; one that is longer
+    than the budget gets a micro-batch of its own. The same rows are cut in the same way whatever order they come in.
     """
     if micro_batch_tokens < 1:
         raise ValueError(f"micro_batch_tokens must be at least 1, got {micro_batch_tokens}")
-    ordered = sorted(samples, key=lambda sample: (-sample.num_tokens, sample.identity))
-    ends = _cheapest_ends([sample.num_tokens for sample in ordered], micro_batch_tokens)
+    ordered = sorted(rows, key=lambda row: (-row.num_tokens, row.identity))
+    ends = _cheapest_ends([row.num_tokens for row in ordered], micro_batch_tokens)
     micro_batches = []
     start = 0
     while start < len(ordered):
@@ -133,29 +156,66 @@ def deal(micro_batches: Sequence[T], num_ranks: int, empty: T) -> list[list[T]]:
     return [padded[start : start + num_ranks] for start in range(0, len(padded), num_ranks)]
 
 
-def collate(samples: Sequence[TrainSample], aggregation: Aggregation) -> MicroBatch:
-    """The tensors of one micro-batch; its rows are the samples in their order. At least one sample."""
-    width = max(sample.num_tokens for sample in samples)
-    first_target = min(len(sample.prompt_token_ids) for sample in samples)
+def collate(rows: Sequence[Sequence[TrainSample]], aggregation: Aggregation) -> MicroBatch:
+    """The tensors of one micro-batch.
+
+    Args:
+        rows: at least one, each of one sample or of several that have the same prompt. Samples are numbered row by row.
+    """
+    prompts = [row[0].prompt_token_ids for row in rows]
+    widths = [
+        len(prompt) - 1 + sum(1 + len(sample.answer_token_ids) for sample in row)
+        for prompt, row in zip(prompts, rows, strict=True)
+    ]
+    width, first_target = max(widths), min(len(prompt) for prompt in prompts)
     num_targets = width - first_target
-    token_ids = torch.zeros(len(samples), width, dtype=torch.int64)
-    behaviour_logprobs = torch.zeros(len(samples), num_targets)
-    weights = torch.zeros(len(samples), num_targets)
-    own_version = torch.zeros(len(samples), num_targets, dtype=torch.bool)
-    for row, sample in enumerate(samples):
-        token_ids[row, : sample.num_tokens] = torch.tensor([*sample.prompt_token_ids, *sample.answer_token_ids])
-        answer = slice(len(sample.prompt_token_ids) - first_target, sample.num_tokens - first_target)
-        behaviour_logprobs[row, answer] = torch.tensor(sample.behaviour_logprobs)
-        weights[row, answer] = aggregation.token_weight(len(sample.answer_token_ids))
-        own_version[row, answer] = torch.tensor(sample.own_version)
+    token_ids = torch.zeros(len(rows), width, dtype=torch.int64)
+    behaviour_logprobs = torch.zeros(len(rows), num_targets)
+    sample_index = torch.zeros(len(rows), num_targets, dtype=torch.int64)
+    weights = torch.zeros(len(rows), num_targets)
+    own_version = torch.zeros(len(rows), num_targets, dtype=torch.bool)
+    segments = torch.full((len(rows), width), -1, dtype=torch.int64)
+    position_ids = torch.zeros(len(rows), width, dtype=torch.int64)
+    samples = [sample for row in rows for sample in row]
+    index = 0
+    for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
+        start = len(prompt) - 1
+        token_ids[number, :start] = torch.tensor(prompt[:-1], dtype=torch.int64)
+        segments[number, :start] = 0
+        position_ids[number, :start] = torch.arange(start)
+        for segment, sample in enumerate(row, 1):
+            length = 1 + len(sample.answer_token_ids)
+            block = slice(start, start + length)
+            token_ids[number, block] = torch.tensor([prompt[-1], *sample.answer_token_ids])
+            segments[number, block] = segment
+            position_ids[number, block] = torch.arange(len(prompt) - 1, len(prompt) - 1 + length)
+            answer = slice(start + 1 - first_target, start + length - first_target)
+            behaviour_logprobs[number, answer] = torch.tensor(sample.behaviour_logprobs)
+            sample_index[number, answer] = index
+            weights[number, answer] = aggregation.token_weight(len(sample.answer_token_ids))
+            own_version[number, answer] = torch.tensor(sample.own_version)
+            start += length
+            index += 1
+    shared = len(samples) > len(rows)
     return MicroBatch(
         token_ids=token_ids,
         first_target=first_target,
         behaviour_logprobs=behaviour_logprobs,
         advantages=torch.tensor([sample.advantage for sample in samples]),
+        sample_index=sample_index,
         weights=weights,
         own_version=own_version,
+        segments=segments if shared else None,
+        position_ids=position_ids if shared else None,
     )
+
+
+def attention_mask(segments: Tensor) -> Tensor:
+    """Who may see whom: (rows, 1, width, width), bool, from `MicroBatch.segments`."""
+    width = segments.shape[1]
+    causal = torch.ones(width, width, dtype=torch.bool, device=segments.device).tril()
+    seen, seeing = segments[:, None, :], segments[:, :, None]
+    return (causal & ((seen == 0) | (seen == seeing)))[:, None]
 
 
 def empty_micro_batch() -> MicroBatch:
@@ -165,6 +225,7 @@ def empty_micro_batch() -> MicroBatch:
         first_target=1,
         behaviour_logprobs=torch.zeros(1, 1),
         advantages=torch.zeros(1),
+        sample_index=torch.zeros(1, 1, dtype=torch.int64),
         weights=torch.zeros(1, 1),
         own_version=torch.zeros(1, 1, dtype=torch.bool),
     )

@@ -29,7 +29,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer_svc.losses import MAX_NAMES, OFF_POLICY, SUM_NAMES, SURROGATES, ClipRange, policy_loss, token_logprobs
-from trainer_svc.microbatches import MicroBatch, empty_micro_batch
+from trainer_svc.microbatches import MicroBatch, attention_mask, empty_micro_batch
+from trainer_svc.rows import row_cost_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _BUCKET_ELEMENTS = 1 << 26
@@ -125,6 +126,8 @@ class Policy:
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         num_elements = sum(parameter.numel() for parameter in model.parameters())
+        self.row_cost = row_cost_of(model.config, num_elements)
+        """What a row of tokens costs; None: answers of this model cannot share one."""
         optimizer = torch.optim.AdamW(_parameter_groups(model, weight_decay), lr=learning_rate, betas=betas, fused=True)
         self._engine = _start_engine(model, optimizer, zero_stage, dtype, max_grad_norm, num_elements)
         self._engine.train()
@@ -153,13 +156,20 @@ class Policy:
     def accumulate(self, micro_batch: MicroBatch) -> None:
         """One forward and backward pass: adds the micro-batch's un-normalised gradient to this step's."""
         micro_batch = micro_batch.to(self.device)
-        logprobs, entropies = self._answer_logprobs(micro_batch.token_ids, micro_batch.first_target, self._temperature)
+        logprobs, entropies = self._answer_logprobs(
+            micro_batch.token_ids,
+            micro_batch.first_target,
+            self._temperature,
+            segments=micro_batch.segments,
+            position_ids=micro_batch.position_ids,
+        )
         loss, sums, maxima = policy_loss(
             self._surrogate,
             logprobs,
             entropies,
             micro_batch.behaviour_logprobs,
             micro_batch.advantages,
+            micro_batch.sample_index,
             micro_batch.weights,
             micro_batch.own_version,
             clip=self._clip,
@@ -171,14 +181,23 @@ class Policy:
         self._maxima = torch.maximum(self._maxima, maxima.double())
         self._num_passes += 1
 
-    def _answer_logprobs(self, token_ids: Tensor, first_target: int, temperature: float) -> tuple[Tensor, Tensor]:
+    def _answer_logprobs(
+        self,
+        token_ids: Tensor,
+        first_target: int,
+        temperature: float,
+        *,
+        segments: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies (rows, width - first_target) of the tokens from `first_target` on.
 
-        No attention mask: rows are padded on the right, where causal attention does not look, and without one the
-        kernels for plain causal attention are used.
+        Without segments there is no attention mask: rows are padded on the right, where causal attention does not look,
+        and the kernels for plain causal attention are used.
         """
         positions = torch.arange(first_target - 1, token_ids.shape[1] - 1, device=token_ids.device)
-        logits = self._engine(input_ids=token_ids, use_cache=False, logits_to_keep=positions).logits
+        shared = {} if segments is None else {"attention_mask": attention_mask(segments), "position_ids": position_ids}
+        logits = self._engine(input_ids=token_ids, use_cache=False, logits_to_keep=positions, **shared).logits
         return token_logprobs(logits, token_ids[:, first_target:], temperature=temperature)
 
     def step(self, global_count: float) -> StepStats:

@@ -86,6 +86,7 @@ def train(settings: TrainerSettings, control: TrainerControl, instance: str, ran
         ranks,
         aggregation=aggregation_of(settings.trainer.aggregation, settings.generator.max_tokens),
         micro_batch_tokens=settings.trainer.micro_batch_tokens,
+        row_cost=policy.row_cost if settings.trainer.share_prompts else None,
     )
     try:
         if checkpoint is not None:

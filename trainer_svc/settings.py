@@ -66,6 +66,8 @@ class TrainerSection(Section):
     """Training begins as soon as samples of this many tokens (prompts included) wait, or the batch is complete."""
     micro_batch_tokens: PositiveInt = 8192
     """Most tokens of one forward and backward pass of a rank, padding included."""
+    share_prompts: bool = True
+    """Answers to one prompt share a row, so that it is computed once, wherever that is cheaper. Gradients are the same."""
     gradient_checkpointing: bool = False
     """Computes activations again in the backward pass instead of keeping them: less memory, more time."""
     deterministic: bool = False

@@ -14,6 +14,7 @@ from trainer_svc.losses import (
     SUM_NAMES,
     SURROGATES,
     ClipRange,
+    TokensOfSamples,
     aggregation_of,
     approximate_kl,
     policy_loss,
@@ -24,10 +25,10 @@ CLIP = ClipRange(0.2, 0.2)
 
 
 def _token_losses(algorithm, logprobs, behaviour, advantages, clip=CLIP):
-    """Of one answer, or of several as rows; (tokens,) or (answers, tokens)."""
-    surrogate, trained = SURROGATES[algorithm], torch.ones_like(logprobs)
-    ratio = surrogate.ratio(logprobs, behaviour, trained)
-    return surrogate.loss(ratio, logprobs, advantages, clip)
+    """Of one answer, (tokens,)."""
+    surrogate, trained = SURROGATES[algorithm], torch.ones_like(logprobs, dtype=torch.bool)
+    whose = TokensOfSamples(trained, torch.zeros_like(logprobs, dtype=torch.int64), 1)
+    return surrogate.loss(surrogate.ratio(logprobs - behaviour, whose), logprobs, advantages, clip)
 
 
 def _reference_logprobs(logits, targets, temperature):
@@ -97,12 +98,14 @@ def test_the_kl_estimate_is_never_negative(difference):
 def _micro_batch_loss(
     logprobs, behaviour, advantages, weights, own, algorithm="grpo", clip=CLIP, off_policy="ratio", limit=2.0
 ):
+    sample_index = torch.arange(len(advantages))[:, None].expand(logprobs.shape)
     return policy_loss(
         SURROGATES[algorithm],
         logprobs,
         torch.ones_like(logprobs),
         behaviour,
         advantages,
+        sample_index,
         weights,
         own,
         clip=clip,

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from trainer_svc.losses import aggregation_of
 from trainer_svc.microbatches import (
     TrainSample,
+    attention_mask,
     collate,
     cut,
     deal,
@@ -87,19 +88,42 @@ def test_every_rank_gets_as_many_micro_batches(micro_batches, num_ranks):
 
 def test_collated_tensors_line_up_with_the_tokens_they_are_of():
     samples = [_sample(0, 3, 2, advantage=0.5), _sample(1, 2, 5, advantage=-1.0)]
-    micro_batch = collate(samples, _TOKEN_MEAN)
+    micro_batch = collate([[sample] for sample in samples], _TOKEN_MEAN)
     assert micro_batch.token_ids.tolist() == [[1, 1, 1, 10, 11, 0, 0], [1, 1, 10, 11, 12, 13, 14]]
     assert micro_batch.first_target == 2
     assert micro_batch.weights.tolist() == [[0, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
     assert micro_batch.behaviour_logprobs.tolist() == [[0, -1, -2, 0, 0], [-1, -2, -3, -4, -5]]
     assert micro_batch.own_version.tolist() == [[False, True, False, False, False], [True, False, True, False, True]]
     assert micro_batch.advantages.tolist() == [0.5, -1.0]
+    assert micro_batch.sample_index.tolist()[0][1:3] == [0, 0]
+    assert micro_batch.sample_index.tolist()[1] == [1, 1, 1, 1, 1]
+    assert micro_batch.segments is None
+
+
+def test_answers_in_one_row_stand_where_they_would_alone():
+    rows = [[_sample(0, 3, 2, advantage=0.5), _sample(0, 3, 1, advantage=-1.0)], [_sample(1, 2, 4, advantage=2.0)]]
+    micro_batch = collate(rows, _TOKEN_MEAN)
+    assert micro_batch.token_ids.tolist() == [[1, 1, 1, 10, 11, 1, 10], [1, 1, 10, 11, 12, 13, 0]]
+    assert micro_batch.segments.tolist() == [[0, 0, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, -1]]
+    assert micro_batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 2, 3], [0, 1, 2, 3, 4, 5, 0]]
+    assert micro_batch.first_target == 2
+    assert micro_batch.weights.tolist() == [[0, 1, 1, 0, 1], [1, 1, 1, 1, 0]]
+    assert micro_batch.behaviour_logprobs.tolist() == [[0, -1, -2, 0, -1], [-1, -2, -3, -4, 0]]
+    assert micro_batch.sample_index.tolist() == [[0, 0, 0, 0, 1], [2, 2, 2, 2, 0]]
+    assert micro_batch.advantages.tolist() == [0.5, -1.0, 2.0]
+
+
+def test_an_answer_sees_its_prompt_and_itself():
+    mask = attention_mask(torch.tensor([[0, 0, 1, 1, 2, -1]]))
+    assert mask.shape == (1, 1, 6, 6)
+    seen = [[index for index in range(6) if row[index]] for row in mask[0, 0].tolist()]
+    assert seen == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 4], [0, 1, 5]]
 
 
 @given(_SAMPLES)
 def test_weights_of_a_sample_add_up_to_what_its_aggregation_counts(samples):
     for aggregation in (_TOKEN_MEAN, _SEQUENCE_MEAN):
-        weights = collate(samples, aggregation).weights.sum(dim=1)
+        weights = collate([[sample] for sample in samples], aggregation).weights.sum(dim=1)
         counts = [loss_count([sample], aggregation) for sample in samples]
         torch.testing.assert_close(weights, torch.tensor(counts), rtol=1e-6, atol=1e-6)
 
@@ -109,7 +133,7 @@ def test_the_empty_micro_batch_weighs_nothing():
 
 
 def test_a_micro_batch_survives_the_way_to_another_rank():
-    micro_batch = collate([_sample(0, 3, 2), _sample(1, 2, 5)], _SEQUENCE_MEAN)
+    micro_batch = collate([[_sample(0, 3, 2)], [_sample(1, 2, 5), _sample(2, 2, 1)]], _SEQUENCE_MEAN)
     arrived = decode(encode(micro_batch))
     assert arrived.first_target == micro_batch.first_target
     for name, tensor in micro_batch.tensors().items():

@@ -20,6 +20,7 @@ from trainer_svc.losses import ClipRange, aggregation_of
 from trainer_svc.microbatches import TrainSample, collate, cut, deal, empty_micro_batch, loss_count
 from trainer_svc.policy import Policy, StepStats, learning_rate_at
 from trainer_svc.ranks import Ranks, join_ranks
+from trainer_svc.rows import RowCost, make_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
 
@@ -119,7 +120,7 @@ def _plain_steps(batches: Sequence[Sequence[TrainSample]]) -> tuple[dict[str, Te
 
 
 def _step(policy: Policy, samples: Sequence[TrainSample], micro_batch_tokens: int, ranks: Ranks) -> StepStats:
-    micro_batches = [collate(part, _AGGREGATION) for part in cut(samples, micro_batch_tokens)]
+    micro_batches = [collate([[sample] for sample in part], _AGGREGATION) for part in cut(samples, micro_batch_tokens)]
     random.Random(micro_batch_tokens).shuffle(micro_batches)
     for dealt in deal(micro_batches, ranks.world_size, empty_micro_batch()):
         policy.accumulate(dealt[ranks.rank])
@@ -149,6 +150,33 @@ def test_steps_are_those_of_the_whole_batch_in_plain_pytorch_however_it_is_cut(r
         assert stats.num_tokens == sum(len(sample.answer_token_ids) for sample in _samples(seed=1))
         assert (stats.applied, stats.step) == (True, 2)
         policy.close()
+
+
+def _groups() -> list[TrainSample]:
+    """Three prompts with four answers each."""
+    samples = _samples()
+    return [
+        dataclasses.replace(
+            sample, identity=(0, index // 4, index % 4), prompt_token_ids=samples[index - index % 4].prompt_token_ids
+        )
+        for index, sample in enumerate(samples)
+    ]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_answers_that_share_a_row_have_the_gradients_of_rows_of_their_own(ranks, zero_stage):
+    policy = _policy(_model(), zero_stage)
+    assert policy.row_cost is not None
+    rows = make_rows(_groups(), RowCost(each_token=1.0, each_pair=0.0), 60)
+    assert len(rows) < len(_groups())
+    for part in cut(rows, 150):
+        policy.accumulate(collate([row.samples for row in part], _AGGREGATION))
+    stats = policy.step(loss_count(_groups(), _AGGREGATION))
+    weights, grad_norm = _plain_steps([_groups()])
+    assert _max_difference(dict(policy.weights()), weights) < 1e-5
+    assert stats.grad_norm == pytest.approx(grad_norm, rel=1e-5)
+    assert stats.num_tokens == sum(len(sample.answer_token_ids) for sample in _groups())
+    policy.close()
 
 
 @pytest.mark.parametrize("zero_stage", [0, 3])
@@ -206,7 +234,7 @@ def test_leaving_out_samples_without_advantage_changes_nothing(ranks, zero_stage
         policy = _policy(_model(), zero_stage)
         for learning in (_samples(), []):
             for part in cut([*learning, *passed], 100):
-                policy.accumulate(collate(part, _AGGREGATION))
+                policy.accumulate(collate([[sample] for sample in part], _AGGREGATION))
             policy.step(loss_count([*learning, *flat], _AGGREGATION))
         weights.append(dict(policy.weights()))
         policy.close()
@@ -222,7 +250,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(ranks, zero_stage, dtype)
         policy = _policy(_model(), zero_stage, dtype)
         _step(policy, _samples(), 100, ranks)
         if spoilt:
-            broken = collate(_samples(1), _AGGREGATION)
+            broken = collate([_samples(1)], _AGGREGATION)
             broken.advantages.fill_(float("nan"))
             policy.accumulate(broken)
             stats = policy.step(10.0)
@@ -236,7 +264,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(ranks, zero_stage, dtype)
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
 def test_bfloat16_accumulates_in_float32(ranks, zero_stage):
     policy = _policy(_model(), zero_stage, "bfloat16", learning_rate=0.0)
-    micro_batch = collate(_samples(1), _AGGREGATION)
+    micro_batch = collate([_samples(1)], _AGGREGATION)
     policy.accumulate(micro_batch)
     once = policy.step(1.0).grad_norm
     # 1000 + 16 * 1.5 is 1024, but 1000 to a sum that keeps 8 bits.
@@ -250,7 +278,7 @@ def test_bfloat16_accumulates_in_float32(ranks, zero_stage):
 def test_bfloat16_keeps_float32_weights_behind_its_own(ranks, zero_stage):
     """One update is far below the last digit of a weight that is 1; eight are not."""
     policy = _policy(_model(), zero_stage, "bfloat16", learning_rate=5e-4)
-    micro_batch = collate(_samples(1), _AGGREGATION)
+    micro_batch = collate([_samples(1)], _AGGREGATION)
     name = "model.norm.weight"
     seen = []
     for _ in range(8):
