@@ -136,7 +136,7 @@ def _apache_kafka() -> Finding:
     try:
         return Finding("Apache Kafka", str(KafkaDownload.find("").home), True, False, "")
     except ValueError as error:
-        return Finding("Apache Kafka", "missing", False, False, f'only for kafka.embedded = "apache": {error}')
+        return Finding("Apache Kafka", "missing", False, False, f"only where it is asked for: {error}")
 
 
 def _program(name: str, candidates: tuple[str, ...], remedy: str, *, required: bool) -> Finding:
