@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 _PUBLISH_METHOD = "/streamrl.v1.WeightsService/Publish"
 _SLOWEST_BYTES_PER_S = 10e6
 """A stream slower than this misses its deadline and begins anew."""
+_LONGEST_RECOVERY_S = 3600.0
+"""A weights_svc that starts reads all that it holds before it forgets any of it; one that is gone shows at once."""
 _FIRST_RETRY_WAIT_S = 0.2
 _LONGEST_RETRY_WAIT_S = 5.0
 
@@ -183,14 +185,18 @@ class Publisher:
             RefusedError: it answered no, as to a process of an earlier attempt.
         """
         request = RewindRequest(run_id=self._run_id, attempt=self._attempt, weight_version=weight_version)
-        stub, started = WeightsServiceStub(self._channel), time.monotonic()
+        stub, failing_since = WeightsServiceStub(self._channel), time.monotonic()
         while True:
+            called = time.monotonic()
             try:
                 with peer_errors(self._peer):
-                    forgotten = stub.Rewind(request, timeout=self._deadline_s).forgotten_weight_versions
+                    forgotten = stub.Rewind(request, timeout=_LONGEST_RECOVERY_S).forgotten_weight_versions
                     held = stub.ListVersions(ListVersionsRequest(run_id=self._run_id), timeout=self._deadline_s)
             except UnavailableError as error:
-                if time.monotonic() - started > self._patience_s or self._closed.wait(_FIRST_RETRY_WAIT_S):
+                if time.monotonic() - called > self._patience_s:
+                    # It was there and worked for so long, and has begun anew.
+                    failing_since = time.monotonic()
+                if time.monotonic() - failing_since > self._patience_s or self._closed.wait(_FIRST_RETRY_WAIT_S):
                     raise
                 logger.debug("not rewound yet: %s", error)
                 continue

@@ -144,6 +144,9 @@ class TrainLoop:
         self._publication_figures()
         parts.writer.end_run()
         self._checkpoint()
+        if not completed:
+            # What is left is to close the log: whoever takes the run up again need not wait for it.
+            parts.control.show("done")
         return completed
 
     # How an attempt begins.

@@ -231,7 +231,7 @@ class VersionStore:
             WeightTransferError: they are damaged on disk.
         """
         if not self._model_files_path.exists():
-            raise UnavailableError("the model's files are not published yet: they come with version 0")
+            raise UnavailableError("the model's files are not published yet: they come with an attempt's first version")
         return list(PublishHeader.FromString(_read_sealed(self._model_files_path)).files)
 
     @property

@@ -36,8 +36,8 @@ class KafkaDownload:
         name = "kafka.home" if home else "KAFKA_HOME"
         if not given:
             raise ValueError(
-                "neither kafka.home nor KAFKA_HOME says where an Apache Kafka is: unpack a "
-                "binary release of https://kafka.apache.org/downloads and give its folder"
+                'neither kafka.home nor KAFKA_HOME says where the Apache Kafka of kafka.embedded = "apache" is: unpack '
+                "a binary release of https://kafka.apache.org/downloads and give its folder"
             )
         folder = Path(given).expanduser().resolve()
         if not _server_start(folder).is_file() and not _broker(folder).is_file():

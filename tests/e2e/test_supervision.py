@@ -119,6 +119,7 @@ def test_an_embedded_kafka_that_is_killed_comes_back_with_its_topics(
     assert run.left_behind() == []
 
 
+@pytest.mark.slow
 def test_a_run_that_stands_still_is_ended_with_who_waits_for_whom(start_run: Callable[..., Any]) -> None:
     run = start_run(
         {**SETTINGS, "generator.num_instances": 1, "trainer.num_iterations": 10_000, "run.no_progress_s": 8}
@@ -138,6 +139,7 @@ def test_a_run_that_stands_still_is_ended_with_who_waits_for_whom(start_run: Cal
     assert run.left_behind() == []
 
 
+@pytest.mark.slow
 def test_what_is_stopped_does_not_outlive_its_run(start_run: Callable[..., Any]) -> None:
     run = start_run({**SETTINGS, "trainer.num_iterations": 10_000})
     run.wait_for_iteration(1)

@@ -89,9 +89,19 @@ class TwoSites:
         self._start(instance, command)
 
     def kill(self, name: str) -> None:
-        """SIGKILL to a mirror, or to a service and the command that serves it."""
-        self._processes[name].kill()
-        self._processes[name].wait()
+        """SIGKILL to a mirror, to the broker of a site, or to the command that serves a service."""
+        process = self.brokers[name].process if name in self.brokers else self._processes[name]
+        process.kill()
+        process.wait()
+
+    def start_again(self, name: str) -> None:
+        """What was killed."""
+        if name in self.brokers:
+            self.brokers[name].start_again()
+        elif name in ("out", "back"):
+            self.start_mirror(name)
+        else:
+            self.start_service(name)
 
     def iteration(self) -> int:
         """Trainer iterations done; -1: it does not answer."""
@@ -192,10 +202,10 @@ def test_the_example_learns_across_sites_though_a_mirror_is_killed(
     sites = start_sites({"trainer.num_iterations": "20", "eval.every": "0"})
     sites.wait_for_iteration(3)
     sites.kill("back")
-    sites.start_mirror("back")
+    sites.start_again("back")
     sites.wait_for_iteration(8)
     sites.kill("out")
-    sites.start_mirror("out")
+    sites.start_again("out")
     summary = sites.finish()
     assert_adds_up(summary)
     assert summary["status"] == "completed"
@@ -213,21 +223,24 @@ def test_every_sample_is_trained_once_whatever_dies_at_either_site(
     sites = start_sites(
         {
             "generator.engine": "fake",
-            "trainer.num_iterations": "12",
+            "generator.fake_step_ms": "{ 1 = 8.0, 64 = 16.0 }",
+            "trainer.num_iterations": "20",
             "trainer.checkpoint_every": "2",
             "eval.num_prompts": "32",
             "eval.every": "0",
             "scheduler.lease_s": "4",
         }
     )
-    for iteration, name in ((1, "back"), (3, "out"), (5, "generator-1"), (7, "scheduler"), (9, "trainer")):
-        sites.wait_for_iteration(iteration)
+    for iteration, name in enumerate(
+        ("back", "out", "generator-1", "scheduler", "weights", "generation", "trainer"), 1
+    ):
+        sites.wait_for_iteration(2 * iteration)
         sites.kill(name)
-        (sites.start_mirror if name in ("out", "back") else sites.start_service)(name)
+        sites.start_again(name)
     summary = sites.finish()
     assert_adds_up(summary)
     assert summary["status"] == "completed"
-    assert summary["rollouts"]["trained"] == 12 * 32 * 8
+    assert summary["rollouts"]["trained"] == 20 * 32 * 8
     assert summary["staleness_max"] <= 1
     assert summary["attempts"] == 2
     assert_topics_as_drawn(sites)

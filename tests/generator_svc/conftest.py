@@ -300,7 +300,7 @@ class Site:
         weights_address = await weights_server.serve("127.0.0.1:0")
         settings = GeneratorSettings.model_validate(
             {
-                "run": {"id": self.run_id, "dir": self.folder},
+                "run": {"id": self.run_id, "dir": self.folder, "site": "west"},
                 "kafka": self.kafka.model_dump(),
                 "scheduler": {"max_instances": 2},
                 **sections,

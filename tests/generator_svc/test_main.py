@@ -49,7 +49,7 @@ def test_an_assignment_becomes_rollouts(play: Play) -> None:
         async with site.instance():
             await site.registered()
             who = site.scheduler.registered[0]
-            assert (who.instance, who.max_running, who.kv_cache_tokens) == ("generator-0", 8, 1024)
+            assert (who.instance, who.site, who.max_running, who.kv_cache_tokens) == ("generator-0", "west", 8, 1024)
             assert who.tokenizer_digest
             site.assign(0, [0, 1])
             await site.running("0/0/0", "0/0/1")

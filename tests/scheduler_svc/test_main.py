@@ -229,7 +229,7 @@ def _run(tmp_path: Path, settings: dict[str, object]) -> tuple[int, dict[str, st
 
 def test_a_broker_that_does_not_answer_ends_it_with_the_reason(tmp_path: Path) -> None:
     rpc = {"deadline_s": 1, "weights_address": free_address()}
-    code, error = _run(tmp_path, {"kafka": {"bootstrap_servers": free_address()}, "rpc": rpc})
+    code, error = _run(tmp_path, {"kafka": {"bootstrap_servers": free_address(), "patience_s": 1}, "rpc": rpc})
     assert (code, error["kind"]) == (1, "BrokerUnavailableError")
     assert "no Kafka broker answers" in error["message"]
 

@@ -185,7 +185,7 @@ def test_a_higher_attempt_replaces_a_version_and_ends_the_lower_one(service):
         lambda: service.rewind(0, attempt=1),
     ):
         code, details = refusal(call)
-        assert code is grpc.StatusCode.FAILED_PRECONDITION and details.startswith("stale attempt: ")
+        assert code is grpc.StatusCode.FAILED_PRECONDITION and details.startswith("stale attempt (now 2): ")
 
 
 def test_a_receiver_does_not_raise_the_attempt(service):
