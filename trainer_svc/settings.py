@@ -67,7 +67,7 @@ class TrainerSection(Section):
     micro_batch_tokens: PositiveInt = 8192
     """Most tokens of one forward and backward pass of a rank, padding included."""
     share_prompts: bool = True
-    """Answers to one prompt share a row, so that it is computed once, wherever that is cheaper. Gradients are the same."""
+    """Answers to one prompt share a row, which computes it once, where that is cheaper. The gradients are the same."""
     gradient_checkpointing: bool = False
     """Computes activations again in the backward pass instead of keeping them: less memory, more time."""
     deterministic: bool = False

@@ -51,13 +51,13 @@ class Cluster:
             "rpc.weights_address": f"127.0.0.1:{weights}",
             "mlflow.tracking_uri": "off",
             "generator.engine": "fake",
-            "generator.fake_step_ms": "{1 = 10.0}",
+            "generator.fake_step_ms": "{1 = 25.0}",
             "generator.max_running": "8",
             "data.prompts_per_batch": "8",
             "data.samples_per_prompt": "4",
             "eval.num_prompts": "8",
             "eval.every": "0",
-            "trainer.num_iterations": "5",
+            "trainer.num_iterations": "12",
             "trainer.checkpoint_every": "1",
             "scheduler.lease_s": "2",
         }
@@ -148,8 +148,8 @@ def test_a_trainer_of_two_machines_trains_and_goes_on_after_one_of_them_died(clu
     summary = json.loads((cluster.run_folder / "summary.json").read_text())
     assert summary["status"] == "completed"
     assert summary["attempts"] == 2
-    assert summary["iterations"] == 5
-    assert summary["rollouts"]["trained"] + sum(summary["rollouts"]["dropped"].values()) == 5 * 8 * 4
+    assert summary["iterations"] == 12
+    assert summary["rollouts"]["trained"] + sum(summary["rollouts"]["dropped"].values()) == 12 * 8 * 4
     # Started once more, neither does anything.
     for node in (1, 0):
         cluster.start_trainer(node)
