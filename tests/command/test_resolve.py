@@ -55,6 +55,9 @@ def test_all_problems_stand_in_one_message(config: Path, monkeypatch: pytest.Mon
     ("assignments", "part"),
     [
         (["data.samples_per_prompt=1"], "data.samples_per_prompt is 1"),
+        (["trainer.num_iterations=true"], "trainer.num_iterations: expected no truth value, got True"),
+        (["trainer.betas=[0.9, true]"], "trainer.betas: expected no truth value"),
+        (["reward.functions={ exact_match = true }"], "reward.functions: expected no truth value"),
         (["pipeline.mode=sync", "pipeline.max_staleness=1"], "pipeline.max_staleness is 1 in mode sync"),
         (["generator.num_instances=3", "scheduler.max_instances=2"], "more than scheduler.max_instances"),
         (["kafka.replication_factor=3"], "the embedded broker is a single one"),

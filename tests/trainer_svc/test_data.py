@@ -195,6 +195,7 @@ def test_long_prompts_are_left_out_and_counted(
     sets = load(tokenizer, train=train, eval=held_out, max_prompt_tokens=20)
     assert [prompt.record.answer for prompt in sets.train] == ["0", "1", "3"]
     assert sets.train.longest == 10
+    assert sets.notes() == ["1 of 4 training prompts are longer than data.max_prompt_tokens and left out"]
     assert "3 training prompts, the longest of 10 tokens; left out: 1 longer than 20 tokens, 1 held out" in caplog.text
     with pytest.raises(
         ValueError, match=r"no evaluation prompt is left of 1: 1 are longer than data\.max_prompt_tokens"

@@ -9,6 +9,8 @@ from streamrl.errors import StreamRLError, UnavailableError
 from streamrl.identity import PURPOSE_TRAIN, BatchKey, SampleKey
 from streamrl.rpc.server import Server
 from streamrl.v1.scheduler_pb2 import (
+    FLEET_PHASE_TRAIN,
+    FLEET_PHASE_UNSPECIFIED,
     OUTCOME_ACCEPTED,
     AbandonedSample,
     ReportBatchRequest,
@@ -114,6 +116,7 @@ class Trainer:
             known_outcomes=lambda: (self.known, self.closed),
             on_abandoned=on_abandoned,
             on_error=on_error,
+            phase=lambda: FLEET_PHASE_TRAIN,
             redispatched=10,
         )
 
@@ -131,6 +134,9 @@ def test_the_first_report_tells_everything_and_later_ones_what_is_new(scheduler:
     reporter.close()
     first, closed = servicer.requests[0], [one.batch for request in servicer.requests for one in request.closed]
     assert (first.run_id, first.attempt, first.tokenizer_digest) == ("r", 2, "abc")
+    assert first.phase == FLEET_PHASE_TRAIN
+    # A scheduler that knows it may have been told another one meanwhile.
+    assert {request.phase for request in servicer.requests if not request.complete} == {FLEET_PHASE_UNSPECIFIED}
     assert closed == [7, 8]
     assert trainer.errors == []
 
