@@ -72,7 +72,8 @@ def lead(
     Raises:
         StreamRLError: the run failed; its summary and the tracker say so too.
     """
-    run_log = RunLog(_tracker_of(settings, state), lambda run_id: keep_tracker_run(settings, run_id)).start()
+    run_log = RunLog(_tracker_of(settings, state)).start()
+    run_log.take_up(state.unlogged)
     tracked: TrackedStatus = "FAILED"
     try:
         with ExitStack() as stack:
@@ -326,6 +327,7 @@ def _tracker_of(settings: TrainerSettings, state: TrainerState) -> Callable[[], 
             continued=Continued(run_id, state.lineage.iteration, state.open_evaluations, settings.run.attempt)
             if run_id
             else None,
+            on_created=lambda run_id: keep_tracker_run(settings, run_id),
             settings=_all_settings(settings),
             artifacts=settings.run.dir / "mlartifacts",
         )

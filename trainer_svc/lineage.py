@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from trainer_svc.rollout_counts import RolloutCounts
+from trainer_svc.run_log import StepFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,8 @@ class TrainerState:
     generator_available_s: float = 0.0
     """Of all instances: seconds with work, out of these."""
     tracker_run_id: str = ""
+    unlogged: Sequence[StepFigures] = ()
+    """Figures that the tracker had not taken yet."""
 
     def to_json(self) -> dict[str, Any]:
         """As state.json has it."""
@@ -81,6 +84,7 @@ class TrainerState:
             **asdict(self),
             "counts": self.counts.to_json(),
             "open_evaluations": list(self.open_evaluations),
+            "unlogged": [asdict(figures) for figures in self.unlogged],
             "rollout_positions": {str(partition): offset for partition, offset in self.rollout_positions.items()},
         }
 
@@ -96,6 +100,7 @@ class TrainerState:
                 "lineage": Lineage(**lineage),
                 "counts": RolloutCounts.from_json(values["counts"]),
                 "open_evaluations": tuple(values["open_evaluations"]),
+                "unlogged": tuple(StepFigures(**figures) for figures in values["unlogged"]),
                 "rollout_positions": {int(name): offset for name, offset in values["rollout_positions"].items()},
             }
         )

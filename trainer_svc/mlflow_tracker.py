@@ -3,7 +3,7 @@
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ for _name, _value in _VARIABLES.items():
 from mlflow import MlflowClient  # noqa: E402
 from mlflow.entities import Metric, Param  # noqa: E402
 from mlflow.exceptions import MlflowException  # noqa: E402
+from mlflow.store.tracking import DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH  # noqa: E402
+from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore  # noqa: E402
 from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH  # noqa: E402
 from sqlalchemy import make_url  # noqa: E402
 
@@ -43,12 +45,14 @@ class MlflowTracker:
         experiment: str,
         run_name: str,
         continued: Continued | None,
+        on_created: Callable[[str], None],
         settings: Mapping[str, Any],
         artifacts: Path,
     ) -> None:
         """
         Args:
             continued: None: a new run is made.
+            on_created: gets the id of a new run before anything is logged in it.
             settings: resolved, of all services.
             artifacts: where artifacts go when the tracker is a local file; a server has its own place.
         """
@@ -59,6 +63,7 @@ class MlflowTracker:
         self._run_name = run_name
         self._run_id = ""
         self._continued = continued
+        self._on_created = on_created
         self._settings = without_secrets(settings)
         self._artifact_location = artifacts if _is_local(tracking_uri) else None
 
@@ -73,11 +78,15 @@ class MlflowTracker:
             return self._continued.run_id
         if not self._run_id:
             self._run_id = self._client.create_run(self._experiment_id(), run_name=self._run_name).info.run_id
+            self._on_created(self._run_id)
+        self._log_settings(self._run_id)
+        return self._run_id
+
+    def _log_settings(self, run_id: str) -> None:
         params = [Param(name, value[:MAX_PARAM_VAL_LENGTH]) for name, value in flat(self._settings)]
         for start in range(0, len(params), MAX_PARAMS_TAGS_PER_BATCH):
-            self._client.log_batch(self._run_id, params=params[start : start + MAX_PARAMS_TAGS_PER_BATCH])
-        self._client.log_dict(self._run_id, self._settings, "settings.json")
-        return self._run_id
+            self._client.log_batch(run_id, params=params[start : start + MAX_PARAMS_TAGS_PER_BATCH])
+        self._client.log_dict(run_id, self._settings, "settings.json")
 
     def _is_there(self, run_id: str) -> bool:
         try:
@@ -90,8 +99,12 @@ class MlflowTracker:
     def _continue(self, continued: Continued) -> None:
         self._client.update_run(continued.run_id, status="RUNNING")
         forget(self._client, continued, _ANSWERS)
-        # Parameters never change: these are what the run began with.
-        self._client.log_dict(continued.run_id, self._settings, f"settings-attempt-{continued.attempt}.json")
+        if self._client.get_run(continued.run_id).data.params:
+            # Parameters never change: they are what the run began with.
+            self._client.log_dict(continued.run_id, self._settings, f"settings-attempt-{continued.attempt}.json")
+        else:
+            # Its process died between making the run and describing it.
+            self._log_settings(continued.run_id)
         self._run_id = continued.run_id
 
     def log_figures(self, step: int, figures: Mapping[str, float], time_s: float) -> None:
@@ -165,7 +178,20 @@ def _alone_at(tracking_uri: str) -> Iterator[None]:
         return
     with Path(f"{path}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        _make_whole(Path(path))
         yield
+
+
+def _make_whole(database: Path) -> None:
+    """Makes a new SQLite file with all its tables, or none: a process that is killed halfway would leave one that
+    MLflow neither uses nor mends."""
+    if database.exists():
+        return
+    unfinished = database.with_name(f"{database.name}.unfinished")
+    for leftover in database.parent.glob(f"{unfinished.name}*"):
+        leftover.unlink()
+    SqlAlchemyStore(f"sqlite:///{unfinished}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH).engine.dispose()
+    unfinished.replace(database)
 
 
 def _is_local(tracking_uri: str) -> bool:

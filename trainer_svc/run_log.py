@@ -8,7 +8,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -20,6 +21,23 @@ _QUEUE_LENGTH = 10_000
 _DEAD_TRACKER_S = 15.0
 """A tracker that has lost something is not waited for any longer."""
 _RETRY_WAITS_S = (0.5, 2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """Figures of one step, and when they were."""
+
+    step: int
+    time_s: float
+    """Unix time."""
+    figures: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    what: str
+    log: "Callable[[Tracker], None]"
+    done: Callable[[], None]
 
 
 class Tracker(Protocol):
@@ -41,19 +59,18 @@ class Tracker(Protocol):
 class RunLog:
     """A queue in front of a tracker."""
 
-    def __init__(
-        self, make_tracker: Callable[[], Tracker] | None, on_started: Callable[[str], None] = lambda _run_id: None
-    ) -> None:
+    def __init__(self, make_tracker: Callable[[], Tracker] | None) -> None:
         """
         Args:
             make_tracker: called in the thread, where heavy imports disturb nobody; None: nothing is logged.
-            on_started: gets the run's id at the tracker, in the thread, as soon as it is known.
         """
-        self._on_started = on_started
         self._make_tracker = make_tracker
-        self._jobs: queue.Queue[tuple[str, Callable[[Tracker], None]] | None] = queue.Queue(_QUEUE_LENGTH)
+        self._jobs: queue.Queue[_Job | None] = queue.Queue(_QUEUE_LENGTH)
         self._tracker: Tracker | None = None
         self._dropped = 0
+        self._lock = threading.Lock()
+        self._unlogged: dict[int, StepFigures] = {}
+        self._num_figures = 0
         self._run_id = ""
         self._ended = False
         self._thread = threading.Thread(target=self._work, name="run-log", daemon=True)
@@ -76,8 +93,34 @@ class RunLog:
 
     def figures(self, step: int, figures: Mapping[str, float]) -> None:
         """Logs figures at a step."""
-        time_s = time.time()
-        self._put(f"figures of step {step}", lambda tracker: tracker.log_figures(step, figures, time_s))
+        self._log_later(StepFigures(step, time.time(), dict(figures)))
+
+    def take_up(self, unlogged: Iterable[StepFigures]) -> None:
+        """Logs what an earlier attempt had not got to; what it had got to after all, the tracker knows by its time."""
+        for figures in unlogged:
+            self._log_later(figures)
+
+    def unlogged(self) -> list[StepFigures]:
+        """What waits for the tracker: a checkpoint keeps it, for the steps before it are not done again."""
+        with self._lock:
+            return list(self._unlogged.values())
+
+    def _log_later(self, figures: StepFigures) -> None:
+        if self._make_tracker is None:
+            return
+        with self._lock:
+            self._num_figures += 1
+            number = self._num_figures
+            self._unlogged[number] = figures
+
+        def log(tracker: Tracker) -> None:
+            tracker.log_figures(figures.step, figures.figures, figures.time_s)
+
+        def done() -> None:
+            with self._lock:
+                self._unlogged.pop(number, None)
+
+        self._put(f"figures of step {figures.step}", log, done)
 
     def rows(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Adds rows to the table of sample answers."""
@@ -108,19 +151,25 @@ class RunLog:
         if self._thread.is_alive():
             logger.warning("the tracker took longer than %g s: its run is left open", timeout_s)
 
-    def _put(self, what: str, job: Callable[[Tracker], None]) -> None:
+    def _put(self, what: str, log: Callable[[Tracker], None], done: Callable[[], None] = lambda: None) -> None:
+        """
+        Args:
+            done: called when it has been logged, or given up.
+        """
         if self._make_tracker is None:
             return
         try:
-            self._jobs.put_nowait((what, job))
+            self._jobs.put_nowait(_Job(what, log, done))
         except queue.Full:
             self._drop(what, "the tracker is too slow")
+            done()
 
     def _work(self) -> None:
         healthy = True
         while (job := self._jobs.get()) is not None:
             # After a loss one try is enough until something works again: no queue shall grow behind a dead tracker.
-            healthy = self._log(*job, retry_waits_s=_RETRY_WAITS_S if healthy else ())
+            healthy = self._log(job.what, job.log, retry_waits_s=_RETRY_WAITS_S if healthy else ())
+            job.done()
 
     def _log(self, what: str, log: Callable[[Tracker], None], retry_waits_s: Sequence[float]) -> bool:
         for wait_s in (*retry_waits_s, None):
@@ -140,7 +189,6 @@ class RunLog:
             self._tracker = self._make_tracker()
         if not self._run_id:
             self._run_id = self._tracker.start()
-            self._on_started(self._run_id)
         return self._tracker
 
     def _drop(self, what: str, reason: object) -> None:

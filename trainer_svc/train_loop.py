@@ -350,6 +350,7 @@ class TrainLoop:
             generator_busy_s=busy_s,
             generator_available_s=available_s,
             tracker_run_id=parts.run_log.tracker_run_id,
+            unlogged=parts.run_log.unlogged(),
         )
 
     # Waiting.

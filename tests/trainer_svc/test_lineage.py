@@ -2,6 +2,7 @@ import json
 
 from trainer_svc.lineage import EvaluationResult, Lineage, TrainerState
 from trainer_svc.rollout_counts import RolloutCounts
+from trainer_svc.run_log import StepFigures
 
 
 def test_first_and_last_are_by_iteration_and_version_whatever_ends_first() -> None:
@@ -36,5 +37,6 @@ def test_a_state_comes_back_from_json_as_it_was() -> None:
         generator_busy_s=1.5,
         generator_available_s=2.0,
         tracker_run_id="abc",
+        unlogged=(StepFigures(3, 1.5, {"reward/mean": 0.25}),),
     )
     assert TrainerState.from_json(json.loads(json.dumps(state.to_json()))) == state

@@ -19,6 +19,7 @@ def test_a_run_is_logged_whole_and_continued_under_the_same_id(tmp_path: Path) -
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    created: list[str] = []
 
     def tracker(continued: Continued | None = None) -> MlflowTracker:
         return MlflowTracker(
@@ -26,6 +27,7 @@ def test_a_run_is_logged_whole_and_continued_under_the_same_id(tmp_path: Path) -
             experiment="test",
             run_name="r",
             continued=continued,
+            on_created=created.append,
             settings=settings,
             artifacts=tmp_path / "artifacts",
         )
@@ -76,7 +78,31 @@ def test_a_run_is_logged_whole_and_continued_under_the_same_id(tmp_path: Path) -
     lost = RunLog(lambda: tracker(Continued("0" * 32, 2, [], attempt=2))).start()
     lost.close("FINISHED", timeout_s=60)
     assert lost.dropped == 0
-    assert lost.tracker_run_id != run_id
+    assert created == [run_id, lost.tracker_run_id]
+
+    # Killed between making the run and describing it.
+    bare = client.create_run(run.info.experiment_id).info.run_id
+    described = RunLog(lambda: tracker(Continued(bare, 0, [0], attempt=2))).start()
+    described.close("FINISHED", timeout_s=60)
+    assert client.get_run(bare).data.params["run.id"] == "r"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_killed_process_left_of_a_new_database_is_made_anew(tmp_path: Path) -> None:
+    from trainer_svc.mlflow_tracker import MlflowTracker
+
+    (tmp_path / "mlflow.db.unfinished").write_bytes(b"half of a database")
+    tracker = MlflowTracker(
+        tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}",
+        experiment="test",
+        run_name="r",
+        continued=None,
+        on_created=len,
+        settings={},
+        artifacts=tmp_path / "artifacts",
+    )
+    assert tracker.start()
+    assert {path.name for path in tmp_path.glob("mlflow.db*")} == {"mlflow.db", "mlflow.db.lock"}
 
 
 def test_runs_that_start_at_once_on_a_fresh_file_lose_nothing(tmp_path: Path) -> None:
@@ -89,7 +115,7 @@ def test_runs_that_start_at_once_on_a_fresh_file_lose_nothing(tmp_path: Path) ->
         "from trainer_svc.run_log import RunLog\n"
         "def one_run():\n"
         f"    make = lambda: MlflowTracker(tracking_uri={uri!r}, experiment='test', run_name='r', continued=None,"
-        f" settings={{}}, artifacts=Path({str(tmp_path / 'artifacts')!r}))\n"
+        f" on_created=len, settings={{}}, artifacts=Path({str(tmp_path / 'artifacts')!r}))\n"
         "    log = RunLog(make).start()\n"
         "    log.figures(1, {'loss': 0.5})\n"
         "    log.close('FINISHED', timeout_s=120)\n"

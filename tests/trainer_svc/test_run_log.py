@@ -82,6 +82,24 @@ def test_a_tracker_that_cannot_even_be_made_is_survived() -> None:
     assert log.dropped == 3
 
 
+def test_what_waits_for_the_tracker_is_known_until_it_has_it() -> None:
+    tracker = FakeTracker()
+    tracker.released.clear()
+    log = RunLog(lambda: tracker).start()
+    log.figures(1, {"reward/mean": 0.5})
+    (waiting,) = log.unlogged()
+    assert (waiting.step, waiting.figures) == (1, {"reward/mean": 0.5})
+    tracker.released.set()
+    log.close("KILLED", timeout_s=10)
+    assert log.unlogged() == []
+
+    again = FakeTracker()
+    later = RunLog(lambda: again).start()
+    later.take_up([waiting])
+    later.close("FINISHED", timeout_s=10)
+    assert again.noted == [(1, {"reward/mean": 0.5}), "FINISHED"]
+
+
 def test_a_stuck_tracker_does_not_hold_up_the_end() -> None:
     tracker = FakeTracker()
     tracker.released.clear()
