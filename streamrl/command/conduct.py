@@ -262,9 +262,13 @@ class _Conductor:
 
     async def _end_in_order(self, supervisor: Supervisor, observer: Observer, ending: Ending) -> None:
         supervisor.expect_ends()
-        if ending != "over":
-            await self._let_trainer_save(supervisor, observer, ending)
-        await supervisor.end(_GRACE_S if ending == "over" else _BROKEN_GRACE_S)
+        if ending == "over":
+            await supervisor.end(_GRACE_S)
+            return
+        await asyncio.gather(
+            self._let_trainer_save(supervisor, observer, ending), supervisor.end_all_of("generator", _BROKEN_GRACE_S)
+        )
+        await supervisor.end(_BROKEN_GRACE_S)
 
     async def _let_trainer_save(self, supervisor: Supervisor, observer: Observer, ending: Ending) -> None:
         """Has the trainer give up its iteration, whose rollouts do not come any more, and write a checkpoint of those

@@ -169,17 +169,20 @@ class Supervisor:
             child.kill()
 
     async def end(self, grace_s: float) -> None:
-        """Ends in order what still runs: first those that others serve, then those that serve.
+        """Ends what still runs: first those that others serve, then those that serve.
 
         Args:
             grace_s: for trainer and generators, before they are killed.
         """
         self._stopping = True
-        await self._end_services(("trainer", "generator"), grace_s)
-        await self._end_services(("scheduler", "weights"), _LAST_STAGE_GRACE_S)
+        await asyncio.gather(self.end_all_of("trainer", grace_s), self.end_all_of("generator", grace_s))
+        await asyncio.gather(
+            self.end_all_of("scheduler", _LAST_STAGE_GRACE_S), self.end_all_of("weights", _LAST_STAGE_GRACE_S)
+        )
 
-    async def _end_services(self, services: tuple[str, ...], grace_s: float) -> None:
-        children = [self._children.get(launch.instance) for launch in self._launches if launch.service in services]
+    async def end_all_of(self, service: str, grace_s: float) -> None:
+        """Ends the processes of one service in order, and kills what is left after `grace_s`."""
+        children = [self._children.get(launch.instance) for launch in self._launches if launch.service == service]
         await asyncio.gather(*(child.end(grace_s) for child in children if child is not None))
 
     async def _keep(self, launch: Launch) -> NextAttempt | None:
