@@ -18,6 +18,7 @@ from string import Template
 
 _KEYWORDS = {"FROM", "ARG", "ENV", "RUN", "COPY", "WORKDIR", "USER", "EXPOSE", "ENTRYPOINT", "CMD"}
 _STEP_LIMIT_S = 1500
+_NONE: Mapping[Path, str] = {}
 
 
 @dataclass(frozen=True)
@@ -142,10 +143,17 @@ class CleanMachine:
                     self._in_overlay(below, layer, 'mkdir -p "$root$1"', settings.workdir)
         self._layers[name] = [layer, *below]
 
-    def run(self, name: str, command: Sequence[str]) -> str:
-        """Output of a command in the image of a stage, as its user. What it writes is lost."""
+    def run(self, name: str, command: Sequence[str], *, mounted: Mapping[Path, str] = _NONE) -> str:
+        """Output of a command in the image of a stage, as its user. What it writes is lost.
+
+        Args:
+            mounted: folders of this machine, and where copies of them are to be in the container.
+        """
         settings = configuration(self._stages, name)
-        return self._run(self._layers[name], self._new_folder(f"container-{name}"), settings, {}, command)
+        layer = self._new_folder(f"container-{name}")
+        for folder, place in mounted.items():
+            self._in_overlay(self._layers[name], layer, 'cp -a "$1" "$root$2"', str(folder), place)
+        return self._run(self._layers[name], layer, settings, {}, command)
 
     def _copy(self, below: Sequence[Path], layer: Path, settings: Configuration, arguments: Sequence[str]) -> None:
         *sources, target = [argument for argument in arguments if not argument.startswith("--")]
@@ -178,7 +186,7 @@ class CleanMachine:
     ) -> str:
         environment = {**settings.environment, **extra}
         script = (
-            'mount -t proc proc "$root/proc"; mount --rbind /dev "$root/dev"; '
+            'mount -t proc proc "$root/proc"; mount --rbind /dev "$root/dev"; mount --rbind /sys "$root/sys"; '
             'links="$1"; user="$2"; place="$3"; shift 3; '
             'if [ -n "$links" ]; then mkdir -p "$root$links" && mount --bind "$links" "$root$links"; fi; '
             'exec chroot --userspec="$user" "$root" /usr/bin/env --ignore-environment --chdir="$place" "$@"'

@@ -1,5 +1,6 @@
 """The steps of deploy/Dockerfile, run for the CPU variant on a machine that has nothing but Debian and Python."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -60,6 +61,14 @@ def test_the_libraries_of_a_model_load_where_they_will_run(machine, target):
     machine.build(target)
     script = "import torch, vllm._C, deepspeed, transformers, mlflow, math_verify, reasoning_gym; print('loaded')"
     assert "loaded" in machine.run(target, ["python", "-c", script])
+
+
+def test_the_laptop_example_runs_in_the_image_of_trainer_and_generators(machine):
+    machine.build("trainer")
+    few = ["--set", "trainer.num_iterations=2", "--set", "eval.every=0", "--set", "eval.num_prompts=32"]
+    command = ["streamrl", "run", "examples/laptop.toml", "--json", *few]
+    last_line = machine.run("trainer", command, mounted={ROOT / "examples": "/experiment/examples"}).splitlines()[-1]
+    assert json.loads(last_line)["status"] == "completed"
 
 
 @pytest.mark.parametrize("target", ["scheduler", "weights"])
