@@ -60,6 +60,22 @@ def test_a_run_whose_process_is_gone_is_dead_unless_it_said_how_it_ended() -> No
     assert _record("a", other_life).ended("stopped", "", None).state == "stopped"
 
 
+@pytest.mark.parametrize(
+    ("summary", "state"),
+    [('{"status": "completed"}', "completed"), ('{"status": "stopped"}', "dead"), ("{", "dead"), (None, "dead")],
+)
+def test_a_run_whose_trainer_was_done_is_completed_though_its_command_was_killed(
+    tmp_path: Path, summary: str | None, state: str
+) -> None:
+    folder = RunFolder(tmp_path / "a")
+    folder.create(_record("a", ProcessIdentity(pid=1 << 22, start_ticks=1)), "{}")
+    if summary is not None:
+        folder.summary.write_text(summary)
+    record = folder.read_record()
+    assert record.state == state
+    assert (record.finished_at is not None) == (state == "completed")
+
+
 def test_a_half_written_error_file_is_no_error(tmp_path: Path) -> None:
     folder = _create(tmp_path, "a")
     assert folder.read_error("trainer") is None
