@@ -72,7 +72,7 @@ class TrainerSection(Section):
     """Computes activations again in the backward pass instead of keeping them: less memory, more time."""
     deterministic: bool = False
     """Orders micro-batches by identity and waits for a whole batch first: the same samples give the same bits."""
-    checkpoint_every: Annotated[int, Field(ge=0)] = 0
+    checkpoint_every: Annotated[int, Field(ge=0)] = 10
     """Iterations between checkpoints; 0: only when the run ends or is stopped."""
     keep_checkpoints: PositiveInt = 2
     """How many of the newest checkpoints stay on disk."""
