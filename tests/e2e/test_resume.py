@@ -100,9 +100,11 @@ def test_a_run_that_is_killed_again_and_again_ends(
     start_run: Callable[..., Any], assert_adds_up: AddsUp, broker: KafkaSection | None
 ) -> None:
     run = start_run(_settings(broker, "again-and-again"))
+    seen = 0
     for iteration in (1, 3, 4):
-        _wait_for_iteration(run, iteration)
+        _wait_for_iteration(run, iteration, seen)
         _kill(run)
+        seen = len(_trainer_log(run))
         run.resume()
     summary = run.finish(400)
     assert run.process.returncode == 0, run.log()
@@ -164,15 +166,16 @@ def _settings(broker: KafkaSection | None, run_id: str) -> dict[str, Any]:
     return {**SETTINGS, **servers, "run.id": run_id}
 
 
-def _wait_for_iteration(run: Any, iteration: int) -> None:
-    """By the trainer's own log: asking would take longer than an iteration. 0: the trainer has begun."""
-    log = Path(run.folder) / "logs" / "trainer.log"
+def _wait_for_iteration(run: Any, iteration: int, seen: int = 0) -> None:
+    """By the trainer's own log, after what was seen of it: asking would take longer than an iteration. 0: the trainer
+    has begun."""
     ended = re.compile(rf"iteration {iteration} of " if iteration else "trainer INFO")
+    run.wait_until(lambda: ended.search(_trainer_log(run), seen), 300)
 
-    def has_ended() -> bool:
-        return log.exists() and ended.search(log.read_text(errors="replace")) is not None
 
-    run.wait_until(has_ended, 300)
+def _trainer_log(run: Any) -> str:
+    log = Path(run.folder) / "logs" / "trainer.log"
+    return log.read_text(errors="replace") if log.exists() else ""
 
 
 def _kill(run: Any) -> None:
