@@ -4,7 +4,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from streamrl.digest import tokenizer_digest
@@ -35,7 +35,7 @@ from trainer_svc.publisher import Publisher
 from trainer_svc.resumption import keep_tracker_run, tracker_run
 from trainer_svc.rollout_intake import RolloutIntake
 from trainer_svc.run_clock import RunClock
-from trainer_svc.run_log import RunLog, TrackedStatus, Tracker
+from trainer_svc.run_log import Continued, RunLog, TrackedStatus, Tracker
 from trainer_svc.settings import TrainerSettings
 from trainer_svc.summary import RunStatus, RunTotals, summarise, write_summary
 from trainer_svc.task import Task
@@ -151,7 +151,7 @@ def _assemble(
     )
     stack.callback(intake.close)
     writer = _prompt_writer(settings, task, producer, topics, collector, state)
-    lineage, clock = state.lineage, RunClock(state.wall_s, state.wait_s)
+    lineage, clock = replace(state.lineage), RunClock(state.wall_s, state.wait_s)
 
     def count_dead_letters() -> int:
         return state.dead_letters + dead_letters.count + watch.dead_letters
@@ -315,18 +315,20 @@ def _tracker_of(settings: TrainerSettings, state: TrainerState) -> Callable[[], 
     if not settings.mlflow_tracking_uri:
         return None
 
+    run_id = tracker_run(settings, state)
+    # Made now: when the tracker is there, training may have gone on.
+    continued = (
+        Continued(run_id, state.lineage.iteration, state.open_evaluations, settings.run.attempt) if run_id else None
+    )
+
     def make() -> Tracker:
-        from trainer_svc.mlflow_history import Continued
         from trainer_svc.mlflow_tracker import MlflowTracker
 
-        run_id = tracker_run(settings, state)
         return MlflowTracker(
             tracking_uri=settings.mlflow_tracking_uri,
             experiment=settings.mlflow.experiment,
             run_name=settings.run.id,
-            continued=Continued(run_id, state.lineage.iteration, state.open_evaluations, settings.run.attempt)
-            if run_id
-            else None,
+            continued=continued,
             on_created=lambda run_id: keep_tracker_run(settings, run_id),
             settings=_all_settings(settings),
             artifacts=settings.run.dir / "mlartifacts",

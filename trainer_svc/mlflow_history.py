@@ -8,8 +8,7 @@ are artifacts, and are written again without them.
 import json
 import logging
 import tempfile
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +17,11 @@ from mlflow.store.tracking.dbmodels.models import SqlLatestMetric, SqlMetric
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from sqlalchemy import ColumnElement, and_, or_
 
+from trainer_svc.run_log import Continued
+
 logger = logging.getLogger(__name__)
 
 _EVALUATION = "eval/"
-
-
-@dataclass(frozen=True)
-class Continued:
-    """A run that is continued."""
-
-    run_id: str
-    iteration: int
-    """Of the checkpoint: later steps are done again."""
-    open_evaluations: Collection[int]
-    """Versions up to it whose evaluation is done again."""
-    attempt: int
-    """That goes on."""
-
-    def forgets(self, step: int, *, is_evaluation: bool) -> bool:
-        """Whether a figure or answer of a step will come again."""
-        return step > self.iteration or (is_evaluation and step in self.open_evaluations)
 
 
 def forget(client: MlflowClient, continued: Continued, answers: str) -> None:

@@ -26,8 +26,8 @@ from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore  # noqa: E402
 from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH  # noqa: E402
 from sqlalchemy import make_url  # noqa: E402
 
-from trainer_svc.mlflow_history import Continued, forget  # noqa: E402
-from trainer_svc.run_log import TrackedStatus  # noqa: E402
+from trainer_svc.mlflow_history import forget  # noqa: E402
+from trainer_svc.run_log import Continued, TrackedStatus  # noqa: E402
 
 _ITERATIONS_A_TABLE = 100
 _ANSWERS = "answers"

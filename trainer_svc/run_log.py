@@ -8,7 +8,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -38,6 +38,23 @@ class _Job:
     what: str
     log: "Callable[[Tracker], None]"
     done: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Continued:
+    """A run at the tracker that is continued."""
+
+    run_id: str
+    iteration: int
+    """Of the checkpoint: later steps are done again."""
+    open_evaluations: Collection[int]
+    """Versions up to it whose evaluation is done again."""
+    attempt: int
+    """That goes on."""
+
+    def forgets(self, step: int, *, is_evaluation: bool) -> bool:
+        """Whether a figure or answer of a step will come again."""
+        return step > self.iteration or (is_evaluation and step in self.open_evaluations)
 
 
 class Tracker(Protocol):

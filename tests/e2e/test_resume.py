@@ -4,6 +4,7 @@ import random
 import re
 import signal
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -163,7 +164,8 @@ def test_a_stopped_run_goes_on_and_a_completed_one_for_longer(
 
 def _settings(broker: KafkaSection | None, run_id: str) -> dict[str, Any]:
     servers = {"kafka.bootstrap_servers": broker.bootstrap_servers} if broker is not None else {}
-    return {**SETTINGS, **servers, "run.id": run_id}
+    # A cluster outlives the tests: another run's topics are not to be met.
+    return {**SETTINGS, **servers, "run.id": f"{run_id}-{uuid.uuid4().hex[:8]}"}
 
 
 def _wait_for_iteration(run: Any, iteration: int, seen: int = 0) -> None:

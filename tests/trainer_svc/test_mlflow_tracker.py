@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from trainer_svc.run_log import RunLog
+from trainer_svc.run_log import Continued, RunLog
 
 mlflow = pytest.importorskip("mlflow")
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_is_logged_whole_and_continued_under_the_same_id(tmp_path: Path) -> None:
-    from trainer_svc.mlflow_history import Continued
     from trainer_svc.mlflow_tracker import MlflowTracker
 
     settings = {"run": {"id": "r"}, "kafka": {"client": {"sasl.password": "hush"}}, "note": "x" * 9000}
