@@ -1,6 +1,7 @@
 """Fixtures that several packages' tests share."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import hypothesis
@@ -9,6 +10,9 @@ import pytest
 from streamrl.command.apache_kafka import KafkaDownload
 from streamrl.command.broker import EmbeddedBroker
 from streamrl.settings import KafkaSection
+
+# Under nohup the processes that tests start would inherit a SIGHUP that is ignored, and mean it.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # A busy machine makes a property slow, not false.
 hypothesis.settings.register_profile("streamrl", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
