@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from generator_svc.vllm_settings import VllmSettings
 
 _KV_CACHE_GIB_ON_CPU = 1.0
+_STEP_TOKENS_ON_CPU = 4096
 
 
 def check(settings: GeneratorSettings) -> None:
@@ -74,6 +75,7 @@ def _vllm_settings(settings: GeneratorSettings, instance: str, max_model_len: in
         enable_prefix_caching=generator.enable_prefix_caching,
         tensor_parallel_size=generator.tensor_parallel_size,
         enforce_eager=generator.enforce_eager,
+        step_tokens=None if has_gpu else max(_STEP_TOKENS_ON_CPU, max_model_len),
         enable_sleep_mode=has_gpu and settings.pipeline.mode == "colocated",
         kv_cache_gib=generator.kv_cache_gib or (None if has_gpu else _KV_CACHE_GIB_ON_CPU),
         gpu_memory_utilization=generator.gpu_memory_utilization,

@@ -93,6 +93,8 @@ class VllmEngine:
             gpu_memory_utilization=settings.gpu_memory_utilization,
             kv_cache_memory_bytes=None if settings.kv_cache_gib is None else int(settings.kv_cache_gib * 2**30),
             enable_prefix_caching=settings.enable_prefix_caching,
+            enable_chunked_prefill=None if settings.step_tokens is None else False,
+            max_num_batched_tokens=settings.step_tokens,
             scheduling_policy="priority",
             logprobs_mode="processed_logprobs",
             weight_transfer_config=WeightTransferConfig(backend=_BACKEND),

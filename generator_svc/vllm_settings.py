@@ -30,6 +30,10 @@ class VllmSettings:
     """Memory for the cache; None, on GPUs: what `gpu_memory_utilization` leaves."""
     gpu_memory_utilization: float = 0.9
     """GPUs: share of the memory that weights and cache take together."""
+    step_tokens: int | None = None
+    """CPUs: most tokens of a step, at least `max_model_len`; a prompt is computed in one step. (Where one is cut, vLLM
+    takes back a draw from the request's generator, which kills it on CPUs: their generators cannot go back.) None: as
+    vLLM likes."""
     cpu_cores: str = ""
     """CPUs: cores that each worker is bound to, such as "0" or, for two workers, "0-3|4-7". Empty: not bound."""
     cpu_threads: int = 1

@@ -73,6 +73,7 @@ class Lab:
         self.manifests = {version: self.publish(version) for version in self.models}
         self.runner = asyncio.Runner()
         usual = {"max_running": 16, "max_model_len": MAX_MODEL_LEN, "dtype": "float32", "kv_cache_gib": 0.05}
+        usual["step_tokens"] = MAX_MODEL_LEN
         source = WeightSource(published.address, "run", attempt=1, receiver="g", site="a", patience_s=5.0)
         self.engine = self.run(self._make(VllmSettings(**{**usual, **changes}), source))
         before = descendants(os.getpid())
@@ -220,6 +221,15 @@ def test_the_same_seed_draws_the_same_answer(lab: Lab) -> None:
     lab.load(0)
     once, again = (lab.run(lab.engine.generate(request(3))) for _ in range(2))
     assert once.token_ids == again.token_ids
+
+
+def test_prompts_that_do_not_fit_into_one_step_are_computed_whole(lab: Lab) -> None:
+    """Cut in two, a prompt of a request with a seed would kill an engine on CPUs."""
+    lab.load(0)
+    length = MAX_MODEL_LEN * 2 // 3
+    asked = [request(number, prompt_token_ids=[3 + number] * length, max_tokens=8) for number in range(8)]
+    for asked_for, result in zip(asked, lab.run(generate_all(lab.engine, asked)), strict=True):
+        lab.assert_agrees(asked_for, result)
 
 
 def test_a_version_that_cannot_be_fetched_leaves_the_old_one(lab: Lab) -> None:
