@@ -24,6 +24,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from streamrl.lifetime import ProcessIdentity
+from streamrl.whole_file import replace_file
 
 LATEST = "latest"
 """Link, beside the runs' folders, to the newest."""
@@ -183,12 +184,12 @@ class RunFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         attempt = self.last_attempt() + 1
-        _replace(self.attempt, json.dumps({"attempt": attempt}), flush=True)
+        replace_file(self.attempt, json.dumps({"attempt": attempt}), flush=True)
         return attempt
 
     def write_record(self, record: RunRecord) -> None:
         """Replaces run.json: a reader sees the old one or the new one."""
-        _replace(self.record, record.model_dump_json(indent=2))
+        replace_file(self.record, record.model_dump_json(indent=2))
 
     def read_record(self) -> RunRecord:
         """What run.json says; of a command that was killed when its trainer was done, that the run is completed.
@@ -223,7 +224,7 @@ class RunFolder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Replaces summary.json: a reader sees the old one or the new one."""
-        _replace(self.summary, json.dumps(summary))
+        replace_file(self.summary, json.dumps(summary))
 
     def read_summary(self) -> dict[str, Any] | None:
         """The run's last line; None before it has one.
@@ -306,27 +307,7 @@ def _is_there(path: Path) -> bool:
 
 def write_private(path: Path, text: str) -> None:
     """Writes a file that only its owner can read, whole or not at all."""
-    _replace(path, text, mode=0o600)
-
-
-def _replace(path: Path, text: str, mode: int = 0o644, *, flush: bool = False) -> None:
-    """
-    Args:
-        flush: returns when it would outlive a loss of power too.
-    """
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as file:
-        file.write(text)
-        if flush:
-            file.flush()
-            os.fsync(file.fileno())
-    new.replace(path)
-    if flush:
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    replace_file(path, text, mode=0o600)
 
 
 def _point_latest_at(path: Path) -> None:

@@ -8,12 +8,12 @@ far as its versions lie before the two lines part.
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from streamrl.errors import CheckpointError
+from streamrl.whole_file import replace_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +76,5 @@ def read_origins(file: Path) -> dict[int, Origin]:
 def write_origins(file: Path, origins: Mapping[int, Origin]) -> None:
     """Replaces the file; it is on the disk when this returns."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_name(f".{file.name}")
-    with unfinished.open("w") as handle:
-        json.dump({str(attempt): asdict(origin) for attempt, origin in sorted(origins.items())}, handle, indent=1)
-        handle.flush()
-        os.fsync(handle.fileno())
-    unfinished.replace(file)
-    folder = os.open(file.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    lines = json.dumps({str(attempt): asdict(origin) for attempt, origin in sorted(origins.items())}, indent=1)
+    replace_file(file, lines, flush=True)

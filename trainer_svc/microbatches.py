@@ -156,6 +156,11 @@ def deal(micro_batches: Sequence[T], num_ranks: int, empty: T) -> list[list[T]]:
     return [padded[start : start + num_ranks] for start in range(0, len(padded), num_ranks)]
 
 
+def row_tokens(row: Sequence[TrainSample]) -> int:
+    """Length of a row of answers to one prompt, whose last token is there once for each answer."""
+    return len(row[0].prompt_token_ids) - 1 + sum(1 + len(sample.answer_token_ids) for sample in row)
+
+
 def collate(rows: Sequence[Sequence[TrainSample]], aggregation: Aggregation) -> MicroBatch:
     """The tensors of one micro-batch.
 
@@ -163,11 +168,7 @@ def collate(rows: Sequence[Sequence[TrainSample]], aggregation: Aggregation) -> 
         rows: at least one, each of one sample or of several that have the same prompt. Samples are numbered row by row.
     """
     prompts = [row[0].prompt_token_ids for row in rows]
-    widths = [
-        len(prompt) - 1 + sum(1 + len(sample.answer_token_ids) for sample in row)
-        for prompt, row in zip(prompts, rows, strict=True)
-    ]
-    width, first_target = max(widths), min(len(prompt) for prompt in prompts)
+    width, first_target = max(row_tokens(row) for row in rows), min(len(prompt) for prompt in prompts)
     num_targets = width - first_target
     token_ids = torch.zeros(len(rows), width, dtype=torch.int64)
     behaviour_logprobs = torch.zeros(len(rows), num_targets)

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from streamrl.errors import StaleAttemptError
+from streamrl.whole_file import replace_file
 from trainer_svc.acceptance import SharedVersion
 from trainer_svc.ancestry import INITIAL_MODEL, Origin, read_origins, shared_version, write_origins
 from trainer_svc.checkpoint import attempt_of, checkpoints, load_state
@@ -116,7 +117,4 @@ def tracker_run(settings: TrainerSettings, state: TrainerState) -> str:
 
 def keep_tracker_run(settings: TrainerSettings, run_id: str) -> None:
     """Notes the run's id at the tracker for later attempts."""
-    file = settings.run.folder / "tracker.json"
-    unfinished = file.with_name(f".{file.name}")
-    unfinished.write_text(json.dumps({"run_id": run_id}))
-    unfinished.replace(file)
+    replace_file(settings.run.folder / "tracker.json", json.dumps({"run_id": run_id}))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer_svc.microbatches import TrainSample
+from trainer_svc.microbatches import TrainSample, row_tokens
 
 _LONGEST_SHARED = 8192
 """Tokens: the mask of a shared row has the square of its length in bytes."""
@@ -28,9 +28,7 @@ class Row:
 
     @property
     def num_tokens(self) -> int:
-        return row_tokens(
-            len(self.samples[0].prompt_token_ids), [len(sample.answer_token_ids) for sample in self.samples]
-        )
+        return row_tokens(self.samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +44,6 @@ class RowCost:
         # Plain causal attention computes half of the pairs, attention with a mask all.
         pairs = num_tokens**2 if shared else num_tokens**2 / 2
         return num_tokens * self.each_token + pairs * self.each_pair
-
-
-def row_tokens(num_prompt_tokens: int, answers: Sequence[int]) -> int:
-    """Length of a row: the prompt's last token is there once for each answer."""
-    return num_prompt_tokens - 1 + sum(1 + num_tokens for num_tokens in answers)
 
 
 def row_cost_of(config: Any, num_parameters: int) -> RowCost | None:
@@ -90,8 +83,8 @@ def make_rows(samples: Sequence[TrainSample], cost: RowCost | None, max_tokens: 
 
 
 def _pays(row: Sequence[TrainSample], sample: TrainSample, cost: RowCost | None, max_tokens: int) -> bool:
-    before = Row(tuple(row)).num_tokens
-    after = before + 1 + len(sample.answer_token_ids)
+    before = row_tokens(row)
+    after = row_tokens([*row, sample])
     if cost is None or after > max_tokens:
         return False
     apart = cost(before, shared=len(row) > 1) + cost(sample.num_tokens, shared=False)

@@ -1,12 +1,12 @@
 """summary.json: what a run did, in one object, for people and for whoever started it. Pure, but for the writing."""
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from streamrl.whole_file import replace_file
 from trainer_svc.lineage import Lineage
 from trainer_svc.rollout_counts import RolloutCounts
 
@@ -75,13 +75,7 @@ def summarise(status: RunStatus, totals: RunTotals) -> dict[str, Any]:
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     """Writes `summary.json` whole or not at all."""
-    unfinished = folder / "summary.json.unfinished"
-    with unfinished.open("w") as file:
-        json.dump(summary, file)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(folder / "summary.json")
+    replace_file(folder / "summary.json", json.dumps(summary) + "\n", flush=True)
 
 
 def _rate(count: int, seconds: float) -> float:

@@ -8,8 +8,8 @@ from argparse import Namespace
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from confluent_kafka import KafkaError, KafkaException, TopicPartition
-from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
+from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka.admin import AdminClient
 from rich.console import Console
 from rich.table import Table
 
@@ -19,6 +19,7 @@ from streamrl.command.settings import Settings
 from streamrl.command.sites import at_site, keeps_prompts
 from streamrl.errors import BrokerUnavailableError
 from streamrl.kafka.connection import Connection
+from streamrl.kafka.positions import end_offsets, first_offsets
 from streamrl.kafka.topics import Topics, create_topics
 from streamrl.run_folder import RunFolder
 
@@ -105,24 +106,19 @@ def topic_states(connection: Connection, names: tuple[str, ...]) -> list[TopicSt
             if name not in found:
                 continue
             partitions = found[name].partitions
-            places = [TopicPartition(name, partition) for partition in partitions]
+            first = first_offsets(admin, name, len(partitions), _TIMEOUT_S)
+            end = end_offsets(admin, name, len(partitions), _TIMEOUT_S)
             states.append(
                 TopicState(
                     topic=name,
                     partitions=len(partitions),
                     replicas=min(len(partition.replicas) for partition in partitions.values()),
-                    records=_offsets(admin, places, OffsetSpec.latest())  # type: ignore[no-untyped-call]
-                    - _offsets(admin, places, OffsetSpec.earliest()),  # type: ignore[no-untyped-call]
+                    records=sum(end.values()) - sum(first.values()),
                 )
             )
         return states
     except KafkaException as error:
         raise BrokerUnavailableError(f"topics cannot be shown: {error.args[0].str()}{connection.explain()}") from error
-
-
-def _offsets(admin: AdminClient, places: list[TopicPartition], spec: OffsetSpec) -> int:
-    futures = admin.list_offsets(dict.fromkeys(places, spec), request_timeout=_TIMEOUT_S)
-    return sum(int(future.result().offset) for future in futures.values())
 
 
 def _settings(arguments: Namespace) -> Settings:

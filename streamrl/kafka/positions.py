@@ -46,16 +46,11 @@ def topic_extent(connection: Connection, topic: str, num_partitions: int, timeou
     """
     admin = AdminClient(connection.client_config())
     deadline = time.monotonic() + timeout_s
-    partitions = [TopicPartition(topic, partition) for partition in range(num_partitions)]
 
     def describe() -> str:
         futures = admin.describe_topics(TopicCollection([topic]), request_timeout=_CALL_S)
         topic_id = str(futures[topic].result().topic_id)
         return "" if topic_id == _NO_ID else topic_id
-
-    def offsets(spec: OffsetSpec) -> dict[int, int]:
-        futures = admin.list_offsets(dict.fromkeys(partitions, spec), request_timeout=_CALL_S)
-        return {partition.partition: future.result().offset for partition, future in futures.items()}
 
     def patiently(ask: Callable[[], _Answer]) -> _Answer:
         while True:
@@ -73,9 +68,25 @@ def topic_extent(connection: Connection, topic: str, num_partitions: int, timeou
 
     return TopicExtent(
         topic_id=patiently(describe),
-        first=patiently(lambda: offsets(OffsetSpec.earliest())),  # type: ignore[no-untyped-call]
-        end=patiently(lambda: offsets(OffsetSpec.latest())),  # type: ignore[no-untyped-call]
+        first=patiently(lambda: first_offsets(admin, topic, num_partitions, _CALL_S)),
+        end=patiently(lambda: end_offsets(admin, topic, num_partitions, _CALL_S)),
     )
+
+
+def first_offsets(admin: AdminClient, topic: str, num_partitions: int, timeout_s: float) -> dict[int, int]:
+    """Partition to the first offset that is still there. Raises KafkaException."""
+    return _offsets(admin, topic, num_partitions, OffsetSpec.earliest(), timeout_s)  # type: ignore[no-untyped-call]
+
+
+def end_offsets(admin: AdminClient, topic: str, num_partitions: int, timeout_s: float) -> dict[int, int]:
+    """Partition to the offset of its next record, as the broker says. Raises KafkaException."""
+    return _offsets(admin, topic, num_partitions, OffsetSpec.latest(), timeout_s)  # type: ignore[no-untyped-call]
+
+
+def _offsets(admin: AdminClient, topic: str, num_partitions: int, spec: OffsetSpec, timeout_s: float) -> dict[int, int]:
+    places = [TopicPartition(topic, partition) for partition in range(num_partitions)]
+    futures = admin.list_offsets(dict.fromkeys(places, spec), request_timeout=timeout_s)
+    return {place.partition: int(future.result().offset) for place, future in futures.items()}
 
 
 def usable_positions(extent: TopicExtent, topic_id: str, saved: Mapping[int, int]) -> dict[int, int | None]:

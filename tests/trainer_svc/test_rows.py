@@ -1,4 +1,3 @@
-import dataclasses
 import random
 from types import SimpleNamespace
 
@@ -70,7 +69,7 @@ def test_long_answers_to_a_short_prompt_do_not() -> None:
 
 
 def test_groups_do_not_mix() -> None:
-    samples = [_sample(0, 0, 9, 1), dataclasses.replace(_sample(1, 0, 9, 1))]
+    samples = [_sample(0, 0, 9, 1), _sample(1, 0, 9, 1)]
     assert len(make_rows(samples, _TOKENS_ONLY, 100)) == 2
 
 
