@@ -55,6 +55,10 @@ class Place:
         """Starts `streamrl run job.toml --json` as run "r"."""
         return self.start("run", "job.toml", "--json", "--set", "run.id=r", *arguments, stub=stub)
 
+    def let_go_on(self) -> None:
+        """Lets a trainer that holds (`holds_after`) go on to its end."""
+        (self.run_folder / "go_on").touch()
+
     def call(self, *arguments: str, stub: dict[str, Any] | None = None, **environment: str) -> "Ended":
         """Runs `streamrl ARGUMENTS` to its end."""
         return self.ended(self.start(*arguments, stub=stub, **environment))
@@ -65,13 +69,17 @@ class Place:
         stdout, stderr = process.communicate(timeout=90)
         return Ended(process.returncode, stdout, stderr)
 
-    @staticmethod
-    def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    def eventually(self, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
         """Waits for a condition. A limit, not a measurement: generous."""
         deadline = time.monotonic() + timeout_s
         while not condition():
-            assert time.monotonic() < deadline, "it did not come to pass"
+            assert time.monotonic() < deadline, f"it did not come to pass; {self._state()}"
             time.sleep(0.05)
+
+    def _state(self) -> str:
+        """What the run's record and its services' last lines say, for whoever reads of a failed test."""
+        files = [self.run_folder / "run.json", *sorted(self.run_folder.glob("**/*.log"))]
+        return "\n".join(f"{file.name}: {file.read_text()[-2000:]}" for file in files if file.exists())
 
     def processes(self) -> list[psutil.Process]:
         """Everything that was started from here and lives, the command itself included."""

@@ -12,6 +12,7 @@ does no work. The environment variable STUB says, by instance, how it behaves:
     iteration_s     trainer: seconds of an iteration; each one leaves a checkpoint, which the next attempt goes on from
     note            trainer: a sentence for whoever started the run
     waits_after     trainer: after so many iterations it waits for ever
+    holds_after     trainer: after so many iterations it goes on only when the run's folder has a file `go_on`
 """
 
 import argparse
@@ -176,6 +177,9 @@ async def _train(settings: dict[str, Any], folder: Path, stop: asyncio.Event, be
             trainer.status.state, trainer.status.waits_for = "waiting", "rollouts of batch 2: 0 of 32"
             await trainer.stop.wait()
             break
+        if trainer.status.iteration == behaviour.get("holds_after") and not (folder / "go_on").exists():
+            await asyncio.sleep(0.05)
+            continue
         await asyncio.sleep(behaviour.get("iteration_s", 0.1))
         trainer.status.iteration += 1
         checkpoint.write_text(str(trainer.status.iteration))

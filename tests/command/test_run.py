@@ -13,6 +13,8 @@ import pytest
 pytestmark = pytest.mark.timeout(120)
 
 SLOW_RUN: dict[str, Any] = {"trainer": {"iteration_s": 0.2}}
+HELD_RUN: dict[str, Any] = {"trainer": {"holds_after": 2}}
+"""It does its other iterations when the test has done what it does to a run that trains."""
 
 
 def _training(place: Any) -> bool:
@@ -52,11 +54,12 @@ def test_the_resolved_settings_are_final_and_private(place: Any) -> None:
 
 
 def test_a_killed_generator_is_started_again_and_the_run_completes(place: Any) -> None:
-    run = place.start_run("--set", "trainer.num_iterations=40", stub=SLOW_RUN)
+    run = place.start_run(stub=HELD_RUN)
     _wait_until_training(place)
     first = place.pid_of("generator-1")
     os.kill(first, signal.SIGKILL)
     place.eventually(lambda: "generator-1" in _instances(place) and place.pid_of("generator-1") != first)
+    place.let_go_on()
     done = place.ended(run)
     assert done.exit_code == 0, done.stderr
     assert "generator-1 died (killed by signal SIGKILL): starting it again" in done.stderr
@@ -97,7 +100,7 @@ def test_a_service_that_refuses_its_settings_fails_the_run_as_bad_input(place: A
 
 
 def test_whatever_serves_others_is_started_again_alone(place: Any) -> None:
-    run = place.start_run("--set", "trainer.num_iterations=60", stub=SLOW_RUN)
+    run = place.start_run(stub=HELD_RUN)
     _wait_until_training(place)
     trainer = place.pid_of("trainer")
     # One is killed, and one ended in order by somebody who should not.
@@ -106,6 +109,7 @@ def test_whatever_serves_others_is_started_again_alone(place: Any) -> None:
         os.kill(first, number)
         place.eventually(lambda s=service, f=first: s in _instances(place) and place.pid_of(s) != f)  # type: ignore[misc]
     assert place.pid_of("trainer") == trainer
+    place.let_go_on()
     done = place.ended(run)
     assert done.exit_code == 0, done.stderr
     assert "scheduler died (killed by signal SIGKILL): starting it again in 1 s" in done.stderr
@@ -136,26 +140,31 @@ def test_a_service_whose_budget_is_spent_ends_the_run(place: Any) -> None:
     ],
 )
 def test_what_a_run_cannot_go_on_without_is_answered_by_its_next_attempt(place: Any, instance: str, why: str) -> None:
-    run = place.start_run("--set", "trainer.num_iterations=40", stub=SLOW_RUN)
+    run = place.start_run(stub=HELD_RUN)
     _wait_until_training(place)
     before = {name: place.pid_of(name) for name in _instances(place)}
     os.kill(before[instance], signal.SIGKILL)
+    place.eventually(lambda: _attempt(place) == 2)
+    place.let_go_on()
     done = place.ended(run)
     assert done.exit_code == 0, done.stderr
     assert f"{why}: the run is taken up again from its newest checkpoint in 1 s" in done.stderr
-    assert (done.result["attempts"], done.result["iterations"]) == (2, 40)
-    settings = json.loads((place.run_folder / "settings.json").read_text())
-    assert settings["run"]["attempt"] == 2
+    assert (done.result["attempts"], done.result["iterations"]) == (2, 5)
     assert place.processes() == []
+
+
+def _attempt(place: Any) -> int:
+    return int(json.loads((place.run_folder / "settings.json").read_text())["run"]["attempt"])
 
 
 @pytest.mark.kafka
 def test_a_broker_that_kept_its_topics_is_started_again_alone(place: Any, kafka_download: object) -> None:
-    run = place.start_run("--set", "trainer.num_iterations=80", "--set", "kafka.embedded=apache", stub=SLOW_RUN)
+    run = place.start_run("--set", "kafka.embedded=apache", stub=HELD_RUN)
     _wait_until_training(place)
     first = place.pid_of("broker")
     os.kill(first, signal.SIGKILL)
     place.eventually(lambda: "broker" in _instances(place) and place.pid_of("broker") != first)
+    place.let_go_on()
     done = place.ended(run)
     assert done.exit_code == 0, done.stderr
     assert "the embedded broker ended (killed by signal SIGKILL): starting it again in 1 s" in done.stderr
