@@ -7,12 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+
+from streamrl.settings import KafkaSection
 
 LAPTOP = Path(__file__).parents[2] / "examples" / "laptop.toml"
 
@@ -145,6 +148,23 @@ def start_run(tmp_path: Path) -> Iterator[StartRun]:
     yield start
     for run in runs:
         run.close()
+
+
+@pytest.fixture(params=["embedded", pytest.param("apache", marks=[pytest.mark.kafka, pytest.mark.slow])])
+def broker(request: pytest.FixtureRequest) -> KafkaSection | None:
+    """The cluster that runs use; None: each starts the embedded broker, which its topics do not outlive."""
+    if request.param == "embedded":
+        return None
+    settings: KafkaSection = request.getfixturevalue("apache_kafka_settings")
+    return settings
+
+
+@pytest.fixture
+def cluster(broker: KafkaSection | None) -> dict[str, Any]:
+    """Settings of a run on that cluster, under a name that no other run has there."""
+    if broker is None:
+        return {}
+    return {"kafka.bootstrap_servers": broker.bootstrap_servers, "run.id": f"e2e-{uuid.uuid4().hex[:8]}"}
 
 
 @pytest.fixture

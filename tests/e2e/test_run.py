@@ -15,9 +15,9 @@ AddsUp = Callable[[dict[str, Any]], None]
 
 
 def test_async_training_learns_within_its_staleness_bound_and_is_tracked(
-    start_run: Callable[..., Any], assert_adds_up: AddsUp
+    start_run: Callable[..., Any], assert_adds_up: AddsUp, cluster: dict[str, Any]
 ) -> None:
-    run = start_run({"trainer.num_iterations": 12, "eval.every": 0})
+    run = start_run({**cluster, "trainer.num_iterations": 12, "eval.every": 0})
     summary = run.finish()
     assert run.process.returncode == 0, run.log()
     assert_adds_up(summary)
@@ -46,10 +46,11 @@ def test_async_training_learns_within_its_staleness_bound_and_is_tracked(
 
 
 def test_a_killed_engine_worker_loses_nothing_and_trainer_and_generator_agree(
-    start_run: Callable[..., Any], assert_adds_up: AddsUp
+    start_run: Callable[..., Any], assert_adds_up: AddsUp, cluster: dict[str, Any]
 ) -> None:
     run = start_run(
         {
+            **cluster,
             "pipeline.mode": "sync",
             "trainer.num_iterations": 3,
             "eval.every": 0,

@@ -28,9 +28,9 @@ BATCH = 8 * 4
 
 @pytest.mark.parametrize(("mode", "staleness_max"), [("sync", 0), ("async", 1), ("colocated", 0)])
 def test_every_mode_trains_each_sample_once(
-    start_run: Callable[..., Any], assert_adds_up: AddsUp, mode: str, staleness_max: int
+    start_run: Callable[..., Any], assert_adds_up: AddsUp, cluster: dict[str, Any], mode: str, staleness_max: int
 ) -> None:
-    run = start_run({**FAKE, "pipeline.mode": mode, "trainer.num_iterations": 4})
+    run = start_run({**FAKE, **cluster, "pipeline.mode": mode, "trainer.num_iterations": 4})
     summary = run.finish()
     assert run.process.returncode == 0, run.log()
     assert_adds_up(summary)
@@ -62,11 +62,12 @@ def test_staleness_stays_within_its_bound_when_services_stall_at_random(
 
 
 def test_a_killed_generator_is_replaced_and_its_samples_are_generated_by_others(
-    start_run: Callable[..., Any], assert_adds_up: AddsUp
+    start_run: Callable[..., Any], assert_adds_up: AddsUp, cluster: dict[str, Any]
 ) -> None:
     run = start_run(
         {
             **FAKE,
+            **cluster,
             "trainer.num_iterations": 8,
             "generator.fake_step_ms": {"1": 20.0},
             "generator.max_running": 4,
