@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from streamrl.settings import KafkaSection
+from tests.run_status import status_of
 
 LAPTOP = Path(__file__).parents[2] / "examples" / "laptop.toml"
 
@@ -49,12 +50,7 @@ class Run:
 
     def status(self) -> dict[str, Any]:
         """What `streamrl status --json` says now; empty while there is nothing to say."""
-        done = subprocess.run(
-            [sys.executable, "-m", "streamrl.command.main", "status", str(self.folder), "--json"],
-            capture_output=True,
-            text=True,
-        )
-        return json.loads(done.stdout) if done.returncode == 0 else {}
+        return status_of(self.folder)
 
     def wait_until(self, condition: Callable[[], Any], timeout_s: float = 180) -> Any:
         """Waits for something true while the run lives, and returns it."""
