@@ -52,7 +52,7 @@ def test_a_killed_engine_worker_loses_nothing_and_trainer_and_generator_agree(
         {
             **cluster,
             "pipeline.mode": "sync",
-            "trainer.num_iterations": 3,
+            "trainer.num_iterations": 2,
             "eval.every": 0,
             "eval.num_prompts": 64,
             "scheduler.lease_s": 4,
@@ -75,7 +75,7 @@ def test_a_killed_engine_worker_loses_nothing_and_trainer_and_generator_agree(
     summary = run.finish()
     assert run.process.returncode == 0, run.log()
     assert_adds_up(summary)
-    assert summary["rollouts"]["trained"] == 3 * 32 * 8
+    assert summary["rollouts"]["trained"] == 2 * 32 * 8
     assert summary["rollouts"]["redispatched"] > 0
     assert summary["staleness_max"] == 0
     assert run.left_behind() == []
