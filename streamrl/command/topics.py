@@ -3,7 +3,6 @@
 Services make what is missing by themselves; after a run its topics stay until they are deleted.
 """
 
-import json
 from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
@@ -92,13 +91,7 @@ def _settings(arguments: Namespace) -> Settings:
 
 
 def _settings_of_run(folder: RunFolder, assignments: list[str]) -> Settings:
-    try:
-        values = json.loads(folder.settings.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{folder.path} holds no run: {folder.settings.name} is missing") from None
-    except ValueError as error:
-        raise ValueError(f"{folder.settings} is damaged: {error}") from error
-    return resolve_again(values, str(folder.settings), assignments)
+    return resolve_again(folder.read_settings(), str(folder.settings), assignments)
 
 
 def _tell(place: dict[str, str], done: str, names: list[str], *, as_json: bool) -> None:
