@@ -37,7 +37,7 @@ RunState = Literal["running", "completed", "stopped", "failed", "dead"]
 
 
 _RESTORE_RECORD = (
-    "Restore it from a copy; without it the run can be neither shown nor resumed: remove the folder and start a new run"
+    "Restore it from a copy; without it the run can be neither shown nor resumed: start a new one under another run.id"
 )
 
 
