@@ -247,15 +247,21 @@ class _Conductor:
 
     async def _pause_before(self, next_attempt: NextAttempt) -> bool:
         """Waits as long as the next attempt is to wait. False: the run was asked to stop."""
-        if self._stop_asked.is_set() or self._abort_asked.is_set():
+        # Before anybody is told: whoever reads it may answer with a signal at once.
+        self._signals.hand_to(self._on_signal)
+        if self._is_to_end:
             return False
         self._display.step(
             f"{next_attempt.reason}: the run is taken up again from its newest checkpoint in {next_attempt.delay_s:g} s"
         )
-        self._signals.hand_to(self._on_signal)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stop_asked.wait(), next_attempt.delay_s)
-        return not self._stop_asked.is_set()
+        return not self._is_to_end
+
+    @property
+    def _is_to_end(self) -> bool:
+        """Whether a signal has asked for it."""
+        return self._stop_asked.is_set() or self._abort_asked.is_set()
 
     async def _end(self, supervisor: Supervisor, observer: Observer, ending: Ending) -> None:
         """Ends the services of an attempt in order, or at once when that is asked for."""
@@ -308,7 +314,7 @@ class _Conductor:
             status = "failed"
         elif summary is not None and summary.get("status") in ("completed", "stopped"):
             status = summary["status"]
-        elif self._stop_asked.is_set():
+        elif self._is_to_end:
             status = "stopped"
         else:
             status = "failed"

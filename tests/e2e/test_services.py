@@ -26,7 +26,10 @@ FAKE = {
 BATCH = 8 * 4
 
 
-@pytest.mark.parametrize(("mode", "staleness_max"), [("sync", 0), ("async", 1), ("colocated", 0)])
+# The mode sync is for every day with real engines (test_run.py).
+@pytest.mark.parametrize(
+    ("mode", "staleness_max"), [pytest.param("sync", 0, marks=pytest.mark.slow), ("async", 1), ("colocated", 0)]
+)
 def test_every_mode_trains_each_sample_once(
     start_run: Callable[..., Any], assert_adds_up: AddsUp, cluster: dict[str, Any], mode: str, staleness_max: int
 ) -> None:
@@ -42,7 +45,7 @@ def test_every_mode_trains_each_sample_once(
 def test_staleness_stays_within_its_bound_when_services_stall_at_random(
     start_run: Callable[..., Any], assert_adds_up: AddsUp
 ) -> None:
-    run = start_run({**FAKE, "trainer.num_iterations": 12, "generator.fake_step_ms": {"1": 4.0, "64": 8.0}})
+    run = start_run({**FAKE, "trainer.num_iterations": 8, "generator.fake_step_ms": {"1": 4.0, "64": 8.0}})
     run.wait_for_iteration(1)
     services = [run.service(name) for name in ("trainer", "generator-0", "generator-1")]
     chooser = random.Random(0)
@@ -57,7 +60,7 @@ def test_staleness_stays_within_its_bound_when_services_stall_at_random(
     summary = run.finish()
     assert run.process.returncode == 0, run.log()
     assert_adds_up(summary)
-    assert summary["rollouts"]["trained"] == 12 * BATCH
+    assert summary["rollouts"]["trained"] == 8 * BATCH
     assert summary["staleness_max"] == 1
 
 
@@ -70,7 +73,7 @@ def test_a_killed_generator_is_replaced_and_its_samples_are_generated_by_others(
             **cluster,
             "trainer.num_iterations": 5,
             "generator.fake_step_ms": {"1": 20.0},
-            "generator.max_running": 4,
+            "generator.max_running": 8,
             "scheduler.lease_s": 3,
         }
     )
@@ -85,7 +88,11 @@ def test_a_killed_generator_is_replaced_and_its_samples_are_generated_by_others(
     assert run.left_behind() == []
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+# How a run stops in order is for every day with stand-ins for the services (tests/command/test_run.py).
+@pytest.mark.parametrize(
+    "how",
+    [signal.SIGKILL, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGINT))],
+)
 def test_nothing_outlives_a_run_that_is_ended(start_run: Callable[..., Any], how: signal.Signals) -> None:
     run = start_run({**FAKE, "trainer.num_iterations": 10_000})
     run.wait_for_iteration(1)
