@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from streamrl import lifetime
 from streamrl.command.apache_kafka import KafkaDownload
 from streamrl.command.broker import EmbeddedBroker
 from streamrl.command.ports import free_port
-from streamrl.command.topics import TopicState, topic_states
 from streamrl.kafka.connection import Connection
+from streamrl.kafka.topic_states import TopicState, topic_states
 from streamrl.kafka.topics import Topics
 from streamrl.rpc.channel import open_channel
 from streamrl.settings import KafkaSection
@@ -89,10 +90,16 @@ class TwoSites:
         self._start(instance, command)
 
     def kill(self, name: str) -> None:
-        """SIGKILL to a mirror, to the broker of a site, or to the command that serves a service."""
+        """SIGKILL to a mirror, to the broker of a site, or to a service with the command that serves it: whatever kills
+        a pod kills all of it."""
         process = self.brokers[name].process if name in self.brokers else self._processes[name]
+        below = psutil.Process(process.pid).children(recursive=True)
         process.kill()
+        for child in below:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
         process.wait()
+        psutil.wait_procs(below)
 
     def start_again(self, name: str) -> None:
         """What was killed."""
