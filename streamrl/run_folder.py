@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
+from streamrl.json_object import read_object
 from streamrl.lifetime import ProcessIdentity
 from streamrl.whole_file import replace_file
 
@@ -402,34 +403,6 @@ def _is_there(path: Path) -> bool:
     except FileNotFoundError:
         return False
     return True
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it cannot be read, or holds something else; says what was expected and what came.
-    """
-    try:
-        values = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise
-    except json.JSONDecodeError as error:
-        came = f"{error.msg} at line {error.lineno}, column {error.colno}" if error.doc.strip() else "an empty file"
-        raise ValueError(f"expected a JSON object, got {came}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"expected a JSON object in UTF-8, got other bytes at {error.start}") from error
-    except RecursionError as error:
-        raise ValueError("expected a JSON object, got one that is nested too deep") from error
-    except OSError as error:
-        raise ValueError(f"expected a file that can be read, got: {error.strerror}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"expected a JSON object, got {_KINDS.get(type(values), 'a number')}")
-    return values
-
-
-_KINDS: Mapping[type, str] = {list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
 
 
 def damaged(file: Path, reason: object, remedy: str) -> ValueError:

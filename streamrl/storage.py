@@ -12,6 +12,15 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EIO)
 
 
+def disk_is_full(where: str, folder: Path) -> str:
+    """What is told of it.
+
+    Args:
+        folder: of the run that met it.
+    """
+    return f"the disk is full: {where}. Free space, then streamrl resume {folder}"
+
+
 def storage_error(error: BaseException, folder: Path) -> StorageError | None:
     """What to tell instead of an error; None: it is of another kind.
 
@@ -22,7 +31,7 @@ def storage_error(error: BaseException, folder: Path) -> StorageError | None:
     where = f"{path} (run folder {folder})" if path is not None else f"run folder {folder}"
     # Libraries that write by themselves (safetensors, torch) hand on the system's words alone.
     if (isinstance(error, OSError) and error.errno in _FULL) or os.strerror(errno.ENOSPC) in str(error):
-        return StorageError(f"the disk is full: {where}. Free space, then streamrl resume {folder}")
+        return StorageError(disk_is_full(where, folder))
     if isinstance(error, OSError) and error.errno in _UNWRITABLE:
         reason = os.strerror(error.errno)
         return StorageError(f"{reason}: {where}. Once that is mended, streamrl resume {folder}")

@@ -62,7 +62,7 @@ class Task:
         return [sequence for sequence in sequences if len(sequence) >= 2]
 
     def _tokens_of_key(self, answer: str) -> list[int]:
-        """None, when the model has no tokens for it: a reward may still know what to do with such a key."""
+        """Empty when the model has no tokens for it: a reward may still know what to do with such a key."""
         try:
             tokens: list[int] = self.tokenizer.encode(answer, add_special_tokens=False)
         except Exception as error:  # the library raises nothing more special

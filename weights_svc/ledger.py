@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 
 from streamrl.errors import StaleAttemptError
+from streamrl.json_object import read_object
 from streamrl.whole_file import replace_file
 
 logger = logging.getLogger(__name__)
@@ -31,12 +32,12 @@ class Ledger:
     def _read(self) -> dict[str, int]:
         """What the file says; of one that is damaged nothing is known but what this service was told."""
         try:
-            kept = json.loads(self._path.read_text())
+            kept = read_object(self._path)
             if not all(isinstance(kept[name], int) for name in _NAMES):
                 raise ValueError(f"expected whole numbers, got {kept}")
         except FileNotFoundError:
             return {}
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError) as error:
             logger.warning("%s is damaged (%s): traffic is counted from 0 again", self._path, error)
             return {}
         return {name: kept[name] for name in _NAMES}

@@ -8,9 +8,11 @@ its own affair: trainer_svc/resumption.py.
 import os
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from streamrl import lifetime
 from streamrl.command.fixed_settings import check_changes
+from streamrl.command.report import write_error
 from streamrl.command.resolve import resolve_again, without_chosen
 from streamrl.command.settings import Settings
 from streamrl.run_folder import RunFolder, RunRecord, ServiceRecord, write_private
@@ -58,6 +60,15 @@ def last_settings(folder: RunFolder, chosen: Sequence[str] = ()) -> Settings:
         return resolve_again(without_chosen(values, chosen), folder.settings.name, [])
     except ValueError as error:
         raise folder.damaged_settings(error) from error
+
+
+def last_summary(folder: RunFolder) -> dict[str, Any] | None:
+    """How the last attempt ended; None where it has not said so, or cannot be understood: the checkpoint knows."""
+    try:
+        return folder.read_summary()
+    except ValueError as error:
+        write_error(f"warning: {error}. The run is taken up without it")
+        return None
 
 
 def _of_attempt(settings: Settings, attempt: int) -> RunSection:

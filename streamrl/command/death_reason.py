@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 from streamrl.run_folder import RunFolder
+from streamrl.storage import disk_is_full
 
 _READ_BYTES = 256 * 1024
 _TAIL_LINES = 3
@@ -35,7 +36,7 @@ def death_reason(folder: RunFolder, instance: str, exit_code: int, log_start: in
     words = raised or " / ".join(lines[-_TAIL_LINES:])
     if exit_code > 0 and shutil.disk_usage(folder.path).free < _LEAST_FREE_BYTES:
         # Its error file and its log had no place either.
-        words = f"the disk of run folder {folder.path} is full. Free space, then streamrl resume {folder.path}"
+        words = disk_is_full(f"run folder {folder.path}", folder.path)
     return describe_exit(exit_code) + (f": {words[:_MAX_LENGTH]}" if words else "")
 
 

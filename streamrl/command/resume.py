@@ -7,10 +7,9 @@ from the checkpoint and from the topics is the trainer's decision.
 import contextlib
 from argparse import Namespace
 
-from streamrl.command.attempts import begin_next_attempt, last_settings, wait_for_earlier_processes
+from streamrl.command.attempts import begin_next_attempt, last_settings, last_summary, wait_for_earlier_processes
 from streamrl.command.display import open_display
 from streamrl.command.fixed_settings import check_changes
-from streamrl.command.report import write_error
 from streamrl.command.resolve import resolve_again
 from streamrl.command.run import carry_out, tell
 from streamrl.command.runs import named_run
@@ -39,7 +38,7 @@ def resume(arguments: Namespace) -> int:
         if record.state == "running":
             raise ValueError(f"run {record.run_id} runs (process {record.process.pid}): see streamrl status")
         settings = _settings(folder, record, arguments.set)
-        check_not_done(record, _summary(folder), settings.trainer.num_iterations)
+        check_not_done(record, last_summary(folder), settings.trainer.num_iterations)
         signals = StopSignals()
         with contextlib.closing(open_display(settings.generator.num_instances)) as display:
             wait_for_earlier_processes(record, _PROCESSES_END_S, display.step)
@@ -65,15 +64,6 @@ def check_not_done(record: RunRecord, summary: dict[str, object] | None, num_ite
             f"run {record.run_id} is completed: it has done its {done} iterations. To train on, give it more: "
             f"--set trainer.num_iterations={2 * done}"
         )
-
-
-def _summary(folder: RunFolder) -> dict[str, object] | None:
-    """How the last attempt ended; None where it has not said so, or cannot be understood: the checkpoint knows."""
-    try:
-        return folder.read_summary()
-    except ValueError as error:
-        write_error(f"warning: {error}. The run is taken up without it")
-        return None
 
 
 def _settings(folder: RunFolder, record: RunRecord, assignments: list[str]) -> Settings:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from streamrl import lifetime
-from streamrl.command.attempts import begin_next_attempt
+from streamrl.command.attempts import begin_next_attempt, last_summary
 from streamrl.command.report import EXIT_COMPLETED, write_error
 from streamrl.command.resolve import resolve
 from streamrl.command.settings import Settings
@@ -109,12 +109,7 @@ def speaks_for_all(environment: Mapping[str, str]) -> bool:
 
 
 def _is_completed(settings: Settings, folder: RunFolder) -> bool:
-    try:
-        summary = folder.read_summary() or {}
-    except ValueError as error:
-        # The checkpoint knows how far it came.
-        write_error(f"warning: {error}. The run is taken up without it")
-        return False
+    summary = last_summary(folder) or {}
     done = summary.get("iterations")
     if summary.get("status") != "completed" or not isinstance(done, int) or done < settings.trainer.num_iterations:
         return False
