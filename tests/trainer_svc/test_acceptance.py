@@ -67,7 +67,7 @@ def opened(num_groups: int = 1, samples: int = 2, key: BatchKey = BATCH, **rules
 
 
 def trained_samples(batch: BatchIntake) -> list[tuple[Any, ...]]:
-    return sorted((sample.identity, tuple(sample.answer_token_ids), sample.advantage) for sample in batch.trained)
+    return sorted((sample.identity, tuple(sample.answer_token_ids)) for sample in batch.trained)
 
 
 def test_a_group_is_settled_when_its_last_sample_arrives() -> None:
@@ -80,7 +80,7 @@ def test_a_group_is_settled_when_its_last_sample_arrives() -> None:
     batch = acceptance.batch(BATCH)
     assert batch.complete
     first, second = sorted(batch.trained, key=lambda sample: sample.identity)
-    assert first.advantage == -second.advantage != 0
+    assert (first.identity, second.identity) == ((3, 0, 0), (3, 0, 1))
     assert first.own_version == [True, True]
     assert first.behaviour_logprobs == [-0.5, -0.25]
 
@@ -202,15 +202,15 @@ def test_masked_truncated_answers_are_dropped_but_count_in_the_mean_of_their_gro
     acceptance.offer(rollout(sample=2))
     batch = acceptance.close(BATCH)
     assert batch.counts.dropped["truncated"] == 1
-    assert [round(sample.advantage, 3) for sample in batch.trained] == [0.577, 0.577]
+    assert [(scored.reward, scored.trained) for scored in batch.groups[0].samples] == [(1, True), (0, False), (1, True)]
 
 
-def test_equal_rewards_have_no_advantage_but_count_as_trained() -> None:
+def test_equal_rewards_count_as_trained() -> None:
     acceptance = opened()
     acceptance.offer(rollout(sample=0))
     acceptance.offer(rollout(sample=1, token_ids=[5, 9]))
     batch = acceptance.close(BATCH)
-    assert [sample.advantage for sample in batch.trained] == [0.0, 0.0]
+    assert batch.groups[0].rewards == [1.0, 1.0]
     assert (batch.counts.trained, batch.equal_groups) == (2, 1)
 
 

@@ -24,6 +24,7 @@ class Topic:
     def __init__(self) -> None:
         self.records: list[PromptRecord] = []
         self.opened: list[tuple[BatchKey, list[str], int, int]] = []
+        self.extended: list[tuple[BatchKey, str, int]] = []
         self.complete: set[BatchKey] = set()
 
     def send(self, topic: str, value: bytes, *, key: bytes | None = None, partition: int = -1) -> None:
@@ -32,6 +33,9 @@ class Topic:
 
     def open(self, key: BatchKey, prompts: Sequence[Any], samples_per_prompt: int) -> None:
         self.opened.append((key, [prompt.id for prompt in prompts], samples_per_prompt, len(self.records)))
+
+    def extend(self, key: BatchKey, prompt: Any) -> None:
+        self.extended.append((key, prompt.id, len(self.records)))
 
     def ends(self) -> list[tuple[int, int, int]]:
         ends = [record.batch_end for record in self.records if record.WhichOneof("kind") == "batch_end"]
@@ -47,6 +51,7 @@ class Topic:
             cursor=CursorState(0, len(PROMPTS)),
             sampling=SamplingSettings(temperature=0.7, max_tokens=9, stop_token_ids=[2]),
             open_batch=self.open,
+            extend_batch=self.extend,
             is_complete=lambda key: key in self.complete,
             first_batch=first_batch,
         )

@@ -9,7 +9,6 @@ from trainer_svc.settings import TrainerSettings
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"trainer": {"algorithm": "ppo"}}, "ppo is not available in this version; use one of grpo"),
         ({"trainer": {"algorithm": "gpro"}}, "unknown algorithm 'gpro'"),
         ({"trainer": {"learning_rte": 1e-4}}, "learning_rte"),
         ({"trainer": {"zero_stage": 4}}, "zero_stage"),
