@@ -13,8 +13,7 @@ class Algorithm:
     """How rewards become advantages, and what its paper sets where the settings say nothing."""
 
     group_advantages: GroupAdvantages | None
-    """Of answers to one prompt, compared with each other. None: of single tokens, normalised over the batch, so that
-    its gradients are only known when the whole batch is there."""
+    """Of answers to one prompt, compared with each other. None: of single tokens, normalised over the batch."""
     loss_aggregation: str
     clip_ratio: float
     clip_ratio_high: float
@@ -24,6 +23,10 @@ class Algorithm:
     """Dynamic sampling: at most so many times a batch's prompts are asked for in place of those without spread."""
     overlong_buffer_share: float = 0.0
     """Of `generator.max_tokens`: the last tokens, in which an answer loses reward."""
+
+    def streams(self, steps_per_batch: int) -> bool:
+        """Whether a group's gradients are known as soon as it is settled: else they wait for the whole batch."""
+        return self.group_advantages is not None and steps_per_batch == 1
 
     @property
     def min_samples_per_prompt(self) -> int:

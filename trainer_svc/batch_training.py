@@ -79,8 +79,8 @@ class Recipe:
 
     @property
     def streams(self) -> bool:
-        """Whether a group's gradients are known as soon as it is settled."""
-        return self.algorithm.group_advantages is not None and self.steps_per_batch == 1
+        """As `Algorithm.streams`."""
+        return self.algorithm.streams(self.steps_per_batch)
 
     def group_samples(self, group: SettledGroup) -> list[TrainSample]:
         """The trained samples of a prepared group with the advantages that their group gives them."""

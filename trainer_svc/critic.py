@@ -4,6 +4,7 @@ A copy of the initial model without its vocabulary, with a value head that start
 How advantages come from values is trainer_svc/advantages.py; how a step comes about, trainer_svc/sharded_model.py.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,10 @@ class Critic:
             # Returns that are all alike leave nothing to explain.
             explained_variance=1 - sums["squared_error"] / num_tokens / variance if variance > 1e-12 else 0.0,
         )
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """As `ShardedModel.weights`."""
+        return self._model.weights()
 
     def save(self, folder: Path) -> None:
         """Writes its part of a checkpoint, beside the policy's."""

@@ -135,6 +135,11 @@ class TrainerSection(Section):
         return low, self.clip_ratio_high or self.clip_ratio or published.clip_ratio_high
 
     @property
+    def waits_for_batches(self) -> bool:
+        """Whether gradients are computed when a batch's last sample is there, rather than as its groups settle."""
+        return not ALGORITHMS[self.algorithm].streams(self.steps_per_batch)
+
+    @property
     def estimator(self) -> str:
         """Of the KL divergence, what was left out filled in; `kl` is not none."""
         return self.kl_estimator or _KL_ESTIMATORS[self.kl]

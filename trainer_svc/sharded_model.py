@@ -272,7 +272,8 @@ def _start_engine(
     num_elements: int,
 ) -> Any:
     deepspeed = import_deepspeed()
-    bucket_elements = min(num_elements, _BUCKET_ELEMENTS)
+    # DeepSpeed wants a multiple of 2.
+    bucket_elements = min(num_elements + num_elements % 2, _BUCKET_ELEMENTS)
     config: dict[str, Any] = {
         # Sizes of micro-batches are ours; DeepSpeed only insists on a number.
         "train_micro_batch_size_per_gpu": 1,
