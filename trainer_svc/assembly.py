@@ -73,7 +73,7 @@ def _objective(settings: TrainerSettings) -> PolicyObjective:
     return PolicyObjective(
         surrogate=SURROGATES[trainer.algorithm],
         clip=ClipRange(*trainer.clip_range),
-        off_policy=OFF_POLICY[trainer.off_policy],
+        off_policy=OFF_POLICY[settings.off_policy],
         importance_limit=trainer.importance_limit,
         kl=KlLoss(KL_ESTIMATORS[trainer.estimator], trainer.kl_coefficient) if in_loss else None,
     )
@@ -92,5 +92,4 @@ def _rules(settings: TrainerSettings, learning_rate: float) -> OptimizerRules:
 
 def _keeps_proximal(settings: TrainerSettings) -> bool:
     """Whether the policy at the batch's start is another than the present one, and anybody asks for it."""
-    trainer = settings.trainer
-    return trainer.steps_per_batch > 1 and not OFF_POLICY[trainer.off_policy].ratio_to_generator
+    return settings.trainer.steps_per_batch > 1 and not OFF_POLICY[settings.off_policy].ratio_to_generator

@@ -220,7 +220,7 @@ OFF_POLICY: Mapping[str, OffPolicy] = {
     ),
     "none": OffPolicy(ratio_to_generator=False),
 }
-"""By `trainer.off_policy`."""
+"""By `trainer.off_policy`, `auto` resolved."""
 
 
 def _exp(log_ratio: Tensor) -> Tensor:

@@ -45,12 +45,12 @@ class TrainerSection(Section):
     clip_ratio_high: PositiveFloat | None = None
     """The same for the upper bound alone. Left out: `clip_ratio`, or if that is left out too what the algorithm is
     published with (0.2; gspo 0.0004; cispo 4)."""
-    off_policy: Literal["ratio", "truncated", "masked", "none"] = "ratio"
+    off_policy: Literal["auto", "ratio", "truncated", "masked", "none"] = "auto"
     """What is done about tokens that an older version drew, or that the generator sees a little differently. ratio: the
     clipped ratio is to the generator's log-probs. truncated: it is to the policy at the batch's start (decoupled PPO),
     and a token weighs what that finds it likelier than the generator did, at most `importance_limit`. masked: the same,
     and a token whose weight is above `importance_limit` or below its inverse teaches nothing. none: tokens count as
-    on-policy."""
+    on-policy. auto: truncated in mode async, where versions differ, else ratio."""
     importance_limit: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 2.0
     """Of the weights of `off_policy` truncated and masked."""
     kl: Literal["none", "reward", "loss"] = "none"
@@ -275,6 +275,13 @@ class TrainerSettings(ServiceSettings):
                 f"trainer.num_ranks ({trainer.num_ranks}): some ranks would never have work"
             )
         return self
+
+    @property
+    def off_policy(self) -> str:
+        """The correction, `auto` resolved."""
+        if self.trainer.off_policy != "auto":
+            return self.trainer.off_policy
+        return "truncated" if self.pipeline.mode == "async" else "ratio"
 
     @property
     def max_refill_prompts(self) -> int:

@@ -239,7 +239,9 @@ def _two_ranks(folder: Path, zero_stages: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize("zero_stages", [(3,), pytest.param((0, 1, 2), marks=pytest.mark.slow)])
-def test_two_ranks_train_policy_and_critic_like_one_and_resume_where_they_were(tmp_path: Path, plain: Plain) -> None:
+def test_two_ranks_train_policy_and_critic_like_one_and_resume_where_they_were(
+    tmp_path: Path, plain: Plain, zero_stages: tuple[int, ...]
+) -> None:
     environment = {**os.environ, "PYTHONPATH": str(_REPOSITORY), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, str(tmp_path), *map(str, zero_stages)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)

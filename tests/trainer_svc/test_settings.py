@@ -69,6 +69,13 @@ def test_what_is_left_out_is_what_the_algorithm_is_published_with() -> None:
     assert kinds == ["k1", "k3"]
 
 
+def test_what_older_versions_drew_is_corrected_where_versions_differ() -> None:
+    for mode, expected in (("sync", "ratio"), ("colocated", "ratio"), ("async", "truncated")):
+        assert TrainerSettings.model_validate({"pipeline": {"mode": mode}}).off_policy == expected
+    given = {"pipeline": {"mode": "async"}, "trainer": {"off_policy": "none"}}
+    assert TrainerSettings.model_validate(given).off_policy == "none"
+
+
 def test_answers_need_not_be_compared_where_advantages_are_those_of_the_batch() -> None:
     for algorithm in ("ppo", "reinforce_pp"):
         TrainerSettings.model_validate({"trainer": {"algorithm": algorithm}, "data": {"samples_per_prompt": 1}})
