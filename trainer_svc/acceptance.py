@@ -7,7 +7,9 @@ The rules:
 * A rollout of an earlier attempt counts like any other when the topic held it before this attempt began, and every
   token of it is from a version of this attempt's lineage (trainer_svc/ancestry.py). With a token of a forgotten version
   it is passed over, and its sample is generated again; one that comes later is from an old process, and refused.
-* A group is settled when each of its samples has an outcome; only then are there advantages.
+* A group is settled when each of its samples has an outcome; only then can its answers be compared.
+* With dynamic sampling a group whose answers all have the same reward is dropped when it is settled, and a new prompt
+  is asked for in its place, as a further group of the batch, as often as the rules allow.
 * Whatever comes, in whatever order, of a closed batch expected = trained + dropped.
 
 The thread that feeds it is trainer_svc/collector.py.
@@ -26,8 +28,7 @@ from streamrl.staleness import staleness
 from streamrl.v1.records_pb2 import ROLLOUT_STATUS_FAILED, ROLLOUT_STATUS_OK, Rollout
 from streamrl.v1.sample_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, LOGPROB_MODE_PROCESSED
 from streamrl.v1.scheduler_pb2 import OUTCOME_ACCEPTED, OUTCOME_DROPPED, OUTCOME_REJECTED, SampleOutcome
-from trainer_svc.advantages import TRAINS_TRUNCATED, rewards_are_equal
-from trainer_svc.algorithms import ALGORITHMS
+from trainer_svc.advantages import TRAINS_TRUNCATED, overlong_penalty, rewards_are_equal
 from trainer_svc.microbatches import TrainSample
 from trainer_svc.rewards import RewardError
 from trainer_svc.rollout_counts import DropReason, RolloutCounts
@@ -59,9 +60,22 @@ class AcceptanceRules:
 
     attempt: int
     max_staleness: int
-    algorithm: str = "grpo"
+    min_samples: int = 2
+    """Of a group: with fewer there is nothing to learn from it."""
     truncated: Literal["train", "mask"] = "train"
     incomplete_groups: Literal["train", "drop"] = "train"
+    max_refills: int = 0
+    """Of a batch; 0: groups without spread are kept."""
+    max_tokens: int = 0
+    overlong_buffer_tokens: int = 0
+    """0: no answer is too long."""
+    overlong_penalty: float = 0.0
+    """Most that an answer loses for its length."""
+
+    def penalty(self, answer: "Answer") -> float:
+        """What an answer's reward loses for its length before it is learned from."""
+        share = overlong_penalty(len(answer.token_ids), self.max_tokens, self.overlong_buffer_tokens)
+        return self.overlong_penalty * share
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +88,56 @@ class Answer:
     versions: list[tuple[int, int]]
     """Weight version and number of tokens of each stretch."""
     reward: float
+    """Of the task."""
     truncated: bool
     staleness: int
     instance: str
     generation_s: float
     """From its first token's step to its last, by the instance's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredSample:
+    """A sample of a settled group."""
+
+    sample: TrainSample
+    """Without its advantage."""
+    reward: float
+    """That is learned from."""
+    trained: bool
+    """False: only its reward counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class SettledGroup:
+    """A group in which every sample has an outcome, and which takes part in the step."""
+
+    samples: tuple[ScoredSample, ...]
+    """In their order."""
+
+    @property
+    def index(self) -> int:
+        return self.samples[0].sample.identity[1]
+
+    @property
+    def rewards(self) -> list[float]:
+        return [scored.reward for scored in self.samples]
+
+    @property
+    def trained(self) -> list[TrainSample]:
+        return [scored.sample for scored in self.samples if scored.trained]
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """What came of a batch since it was last asked for."""
+
+    arrived: Sequence[TrainSample]
+    """Of every answer that was accepted, at once."""
+    groups: Sequence[SettledGroup]
+    """All of whose samples have arrived."""
+    complete: bool
+    """Nothing more will come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +168,23 @@ class BatchIntake:
     """Answer tokens of each rollout that came and was dropped."""
     open_groups: dict[int, int] = field(default_factory=dict)
     """Group to how many of its samples have no outcome yet."""
+    overlong_penalties: list[float] = field(default_factory=list)
+    """Of the answers of settled groups, where there is a penalty."""
     equal_groups: int = 0
+    """Groups whose answers all had the same reward."""
+    num_refills: int = 0
+    """Prompts that were asked for in place of others, those that are not written yet included."""
+    missing_refills: int = 0
+    """Those of them that `extend` has not brought yet."""
+    samples: dict[SampleKey, TrainSample] = field(default_factory=dict)
+    """Of every answer, in a training batch."""
     trained: list[TrainSample] = field(default_factory=list)
-    """Samples of settled groups that take part in the step."""
-    worth_a_pass: list[TrainSample] = field(default_factory=list)
-    """Those of them that have a gradient and were not taken yet: an advantage of 0 has none."""
-    waiting_tokens: int = 0
-    """Tokens of `worth_a_pass`, prompts included."""
+    """Those of settled groups that take part in the step."""
+    arrived: list[TrainSample] = field(default_factory=list)
+    groups: list[SettledGroup] = field(default_factory=list)
+    """Settled, with something to train. Both were not taken yet."""
+    early: dict[int, list[Rollout]] = field(default_factory=dict)
+    """Rollouts that an earlier attempt left of refills that this one has not asked for yet, by group."""
 
     def __post_init__(self) -> None:
         self.open_groups = dict.fromkeys(range(len(self.prompts)), self.samples_per_prompt)
@@ -132,8 +201,23 @@ class BatchIntake:
 
     @property
     def complete(self) -> bool:
-        """Every sample has an outcome."""
-        return not self.open_groups
+        """Every sample has an outcome, and no group is missing."""
+        return not self.open_groups and not self.missing_refills
+
+    @property
+    def arrived_tokens(self) -> int:
+        """Of samples that were not taken yet, prompts included."""
+        return sum(sample.num_tokens for sample in self.arrived)
+
+    @property
+    def settled_tokens(self) -> int:
+        """Of trained samples of groups with spread that were not taken yet, prompts included."""
+        return sum(
+            sample.num_tokens
+            for group in self.groups
+            if not rewards_are_equal(group.rewards)
+            for sample in group.trained
+        )
 
     @property
     def reward_mean(self) -> float | None:
@@ -147,9 +231,10 @@ class BatchIntake:
         trained = (self.answers[SampleKey(self.key.purpose, *sample.identity)] for sample in self.trained)
         return max((answer.staleness for answer in trained), default=0)
 
-    def take(self) -> list[TrainSample]:
-        """What is worth a pass; it is not handed out again."""
-        taken, self.worth_a_pass, self.waiting_tokens = self.worth_a_pass, [], 0
+    def take(self) -> Intake:
+        """What has come; it is not handed out again."""
+        taken = Intake(self.arrived, self.groups, self.complete)
+        self.arrived, self.groups = [], []
         return taken
 
     def holds(self, key: SampleKey) -> bool:
@@ -180,6 +265,7 @@ class Acceptance:
         self._shared_version = shared_version
         self._open: dict[BatchKey, BatchIntake] = {}
         self._given_up: dict[BatchKey, set[SampleKey]] = {}
+        self._wanted_refills: list[BatchKey] = []
         self.counts = counts or RolloutCounts()
         """Of closed training batches: those that made the weights."""
         self.refused_attempts = 0
@@ -193,6 +279,27 @@ class Acceptance:
         """Expects a batch's rollouts from now on. Call it before its prompts are written."""
         assert key not in self._open and key not in self._given_up, f"{key} is opened twice"
         self._open[key] = BatchIntake(key, prompts, samples_per_prompt)
+
+    def take_wanted_refills(self) -> list[BatchKey]:
+        """Batches that want one more prompt each, in place of one without spread. Whoever takes one brings it by
+        `extend`: until then the batch is not complete."""
+        wanted, self._wanted_refills = self._wanted_refills, []
+        return wanted
+
+    def extend(self, key: BatchKey, prompt: PromptOfGroup) -> list[SampleOutcome]:
+        """Expects one more group of an open batch. Call it before the prompt is written.
+
+        Returns:
+            Outcomes of its samples that an earlier attempt had left.
+        """
+        batch = self._open[key]
+        group = len(batch.prompts)
+        batch.prompts = [*batch.prompts, prompt]
+        batch.open_groups[group] = batch.samples_per_prompt
+        batch.counts = replace(batch.counts, expected=batch.counts.expected + batch.samples_per_prompt)
+        batch.missing_refills -= 1
+        verdicts = [self._offer_earlier(rollout) for rollout in batch.early.pop(group, [])]
+        return [verdict.outcome for verdict in verdicts if verdict.outcome is not None]
 
     def batch(self, key: BatchKey) -> BatchIntake:
         """An open batch."""
@@ -274,6 +381,9 @@ class Acceptance:
             return Verdict(None)
         key = SampleKey.from_proto(rollout.id)
         batch = self._open.get(key.batch_key)
+        if batch is not None and len(batch.prompts) <= key.group and self._rules.max_refills:
+            batch.early.setdefault(key.group, []).append(rollout)
+            return Verdict(None)
         if batch is None or not batch.holds(key):
             return Verdict(None)
         if key in batch.outcomes:
@@ -345,7 +455,7 @@ class Acceptance:
         except RewardError as error:
             # Not a reward of 0; and the same answer would fail again.
             return self._drop(batch, key, "infrastructure", str(error), num_tokens)
-        batch.answers[key] = Answer(
+        answer = Answer(
             key=key,
             token_ids=token_ids,
             logprobs=list(rollout.logprobs),
@@ -356,6 +466,10 @@ class Acceptance:
             instance=rollout.instance,
             generation_s=max(0.0, rollout.timings.finished_s - rollout.timings.started_s),
         )
+        batch.answers[key] = answer
+        if is_training:
+            batch.samples[key] = _train_sample(answer, batch.prompts[key.group].token_ids)
+            batch.arrived.append(batch.samples[key])
         return self._resolve(batch, key, _outcome(key, OUTCOME_ACCEPTED, num_tokens=num_tokens))
 
     def _drop(
@@ -381,50 +495,61 @@ class Acceptance:
         if batch.key.purpose == PURPOSE_EVALUATION:
             batch.counts = replace(batch.counts, trained=batch.counts.trained + len(answers))
             return
-        settled = settle_group(answers, batch.samples_per_prompt, self._rules)
-        for drop_reason, dropped in settled.dropped:
+        verdict = judge_group(answers, batch.samples_per_prompt, self._rules)
+        for drop_reason, dropped in verdict.dropped:
             batch.counts = batch.counts.drop(drop_reason)
             batch.dropped_lengths.append(len(dropped.token_ids))
+        batch.equal_groups += verdict.rewards_are_equal
+        if verdict.wants_refill and batch.num_refills < self._rules.max_refills:
+            batch.num_refills += 1
+            batch.missing_refills += 1
+            self._wanted_refills.append(batch.key)
+        if not any(trained for _, trained in verdict.compared):
+            return
+        penalties = [self._rules.penalty(answer) for answer, _ in verdict.compared]
+        if self._rules.overlong_buffer_tokens:
+            batch.overlong_penalties += penalties
+        settled = SettledGroup(
+            tuple(
+                ScoredSample(batch.samples[answer.key], answer.reward - penalty, trained)
+                for (answer, trained), penalty in zip(verdict.compared, penalties, strict=True)
+            )
+        )
         batch.counts = replace(batch.counts, trained=batch.counts.trained + len(settled.trained))
-        batch.equal_groups += settled.rewards_are_equal
-        prompt_token_ids = batch.prompts[group].token_ids
-        samples = [_train_sample(answer, advantage, prompt_token_ids) for answer, advantage in settled.trained]
-        worth_a_pass = [sample for sample in samples if sample.advantage != 0.0]
-        batch.trained += samples
-        batch.worth_a_pass += worth_a_pass
-        batch.waiting_tokens += sum(sample.num_tokens for sample in worth_a_pass)
+        batch.trained += settled.trained
+        batch.groups.append(settled)
 
 
 @dataclass(frozen=True, slots=True)
-class SettledGroup:
+class GroupVerdict:
     """What becomes of the answers of a group in which every sample has an outcome."""
 
-    trained: list[tuple[Answer, float]]
-    """With their advantages."""
-    dropped: list[tuple[DropReason, Answer]]
+    compared: Sequence[tuple[Answer, bool]]
+    """Those whose rewards count, and whether they are trained."""
+    dropped: Sequence[tuple[DropReason, Answer]]
     rewards_are_equal: bool = False
+    """By the task."""
+    wants_refill: bool = False
+    """It says nothing about which answer is better, and such groups are replaced."""
 
 
-def settle_group(answers: Sequence[Answer], num_asked: int, rules: AcceptanceRules) -> SettledGroup:
-    """Applies the policies for incomplete groups and truncated answers, and computes advantages.
+def judge_group(answers: Sequence[Answer], num_asked: int, rules: AcceptanceRules) -> GroupVerdict:
+    """Applies the policies for incomplete groups, groups without spread, and truncated answers.
 
     Args:
         answers: those that were accepted.
         num_asked: samples of the group that were asked for.
     """
+    filtered: list[tuple[DropReason, Answer]] = [("filtered", answer) for answer in answers]
     incomplete = len(answers) < num_asked
-    if len(answers) < 2 or (incomplete and rules.incomplete_groups == "drop"):
-        return SettledGroup([], [("filtered", answer) for answer in answers])
-    rewards = [answer.reward for answer in answers]
-    advantages = ALGORITHMS[rules.algorithm].advantages(rewards)
-    trained: list[tuple[Answer, float]] = []
-    dropped: list[tuple[DropReason, Answer]] = []
-    for answer, advantage in zip(answers, advantages, strict=True):
-        if answer.truncated and not TRAINS_TRUNCATED[rules.truncated]:
-            dropped.append(("truncated", answer))
-        else:
-            trained.append((answer, advantage))
-    return SettledGroup(trained, dropped, rewards_are_equal(rewards))
+    if len(answers) < rules.min_samples or (incomplete and rules.incomplete_groups == "drop"):
+        return GroupVerdict([], filtered)
+    equal = len(answers) > 1 and rewards_are_equal([answer.reward for answer in answers])
+    if equal and rules.max_refills:
+        return GroupVerdict([], filtered, rewards_are_equal=True, wants_refill=True)
+    compared = [(answer, not answer.truncated or TRAINS_TRUNCATED[rules.truncated]) for answer in answers]
+    dropped: list[tuple[DropReason, Answer]] = [("truncated", answer) for answer, trained in compared if not trained]
+    return GroupVerdict(compared, dropped, equal)
 
 
 def check_consistency(rollout: Rollout) -> None:
@@ -476,13 +601,13 @@ def _rejection(key: SampleKey, rollout: Rollout, reason: str) -> SampleOutcome:
     return rejection
 
 
-def _train_sample(answer: Answer, advantage: float, prompt_token_ids: Sequence[int]) -> TrainSample:
+def _train_sample(answer: Answer, prompt_token_ids: Sequence[int]) -> TrainSample:
     own_version = [version == answer.key.batch for version, count in answer.versions for _ in range(count)]
     return TrainSample(
         identity=(answer.key.batch, answer.key.group, answer.key.sample),
         prompt_token_ids=prompt_token_ids,
         answer_token_ids=answer.token_ids,
         behaviour_logprobs=answer.logprobs,
-        advantage=advantage,
+        advantage=0.0,
         own_version=own_version,
     )

@@ -14,8 +14,7 @@ from streamrl.errors import RecordError
 from streamrl.identity import BatchKey, SampleKey
 from streamrl.kafka.reader import Record
 from streamrl.v1.scheduler_pb2 import AbandonedSample, SampleOutcome
-from trainer_svc.acceptance import Acceptance, BatchIntake, PromptOfGroup, parse_rollout
-from trainer_svc.microbatches import TrainSample
+from trainer_svc.acceptance import Acceptance, BatchIntake, Intake, PromptOfGroup, parse_rollout
 from trainer_svc.rollout_counts import RolloutCounts
 
 logger = logging.getLogger(__name__)
@@ -41,15 +40,18 @@ class Collector:
         *,
         report: Callable[[SampleOutcome], None],
         dead_letter: Callable[[Record, str], None],
+        refill: Callable[[BatchKey], None],
     ) -> None:
         """
         Args:
             report: what became of a sample, for the scheduler.
             dead_letter: a record that could not be handled, and why.
+            refill: one more prompt is wanted for a batch; brings it by `extend`.
         """
         self._acceptance = acceptance
         self._report = report
         self._dead_letter = dead_letter
+        self._refill = refill
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._positions: dict[int, int] = {}
@@ -64,22 +66,20 @@ class Collector:
         try:
             for record in records:
                 self._on_record(record)
+                self._ask_for_refills()
             with self._changed:
                 self._changed.notify_all()
         except Exception as error:  # the edge of the reader's thread: whoever waits must learn of it
             self.fail(error)
 
     def on_abandoned(self, samples: Iterable[AbandonedSample]) -> None:
-        """The scheduler gave these up."""
-        for sample in samples:
-            key = SampleKey.from_proto(sample.id)
-            with self._changed:
-                outcome = self._acceptance.abandon(key, sample.reason)
-                if outcome is not None:
-                    logger.warning("sample %s was given up: %s", key, sample.reason)
-                    self._progressed()
-            if outcome is not None:
-                self._report(outcome)
+        """The scheduler gave these up. Never raises, as `on_records`."""
+        try:
+            for sample in samples:
+                self._on_abandoned(SampleKey.from_proto(sample.id), sample.reason)
+                self._ask_for_refills()
+        except Exception as error:  # the edge of the reporter's thread
+            self.fail(error)
 
     def fail(self, error: BaseException) -> None:
         """Something that training needs has ended: the first such error is raised by who waits here."""
@@ -119,16 +119,22 @@ class Collector:
         with self._changed:
             self._acceptance.open(key, prompts, samples_per_prompt)
 
-    def take(self, key: BatchKey, min_tokens: int | None, timeout_s: float) -> tuple[list[TrainSample], bool] | None:
-        """The trainable samples of a batch that were not taken yet, as soon as they are enough.
+    def extend(self, key: BatchKey, prompt: PromptOfGroup) -> None:
+        """Expects one more group of a batch; call it before its prompt is written."""
+        with self._changed:
+            outcomes = self._acceptance.extend(key, prompt)
+            self._progressed()
+        for outcome in outcomes:
+            self._report(outcome)
 
-        Samples of advantage 0 are left out: they have no gradient.
+    def take(self, key: BatchKey, enough: Callable[[BatchIntake], bool] | None, timeout_s: float) -> Intake | None:
+        """What came of a batch and was not taken yet, as soon as it is enough or the batch is complete.
 
         Args:
-            min_tokens: enough is this many tokens, prompts included, or the end of the batch; None: only its end.
+            enough: None: only a complete batch is.
 
         Returns:
-            The samples, and whether the batch is complete (nothing more will come); None after `timeout_s`.
+            None after `timeout_s`.
 
         Raises:
             whatever was handed to `fail`.
@@ -138,8 +144,8 @@ class Collector:
             while True:
                 self._raise_error()
                 batch = self._acceptance.batch(key)
-                if batch.complete or (min_tokens is not None and batch.waiting_tokens >= min_tokens):
-                    return batch.take(), batch.complete
+                if batch.complete or (enough is not None and enough(batch)):
+                    return batch.take()
                 remaining = deadline - time.monotonic()
                 if remaining <= 0 or not self._changed.wait(remaining):
                     return None
@@ -232,6 +238,25 @@ class Collector:
         if outcome is not None:
             logger.debug("%s: sample %s %s", record, SampleKey.from_proto(outcome.id), outcome.outcome)
             self._report(outcome)
+
+    def _on_abandoned(self, key: SampleKey, reason: str) -> None:
+        with self._changed:
+            outcome = self._acceptance.abandon(key, reason)
+            if outcome is not None:
+                logger.warning("sample %s was given up: %s", key, reason)
+                self._progressed()
+        if outcome is not None:
+            self._report(outcome)
+
+    def _ask_for_refills(self) -> None:
+        # Not under the lock: whoever brings a prompt has a lock of its own, and calls `extend` under it.
+        while True:
+            with self._changed:
+                wanted = self._acceptance.take_wanted_refills()
+            if not wanted:
+                return
+            for key in wanted:
+                self._refill(key)
 
     def _progressed(self) -> None:
         self._last_resolved_s = time.monotonic()

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from streamrl.digest import tokenizer_digest
@@ -16,7 +17,10 @@ from streamrl.spans import SpanLog
 from streamrl.v1.sample_pb2 import SamplingSettings
 from streamrl.v1.weights_pb2 import ModelFile
 from trainer_svc.acceptance import Acceptance, AcceptanceRules, SharedVersion
+from trainer_svc.algorithms import ALGORITHMS
 from trainer_svc.answer_table import AnswerTable
+from trainer_svc.assembly import recipe_of
+from trainer_svc.batch_training import BatchTraining
 from trainer_svc.collector import Collector
 from trainer_svc.control import TrainerControl
 from trainer_svc.evaluation import Evaluations
@@ -26,7 +30,6 @@ from trainer_svc.fleet_phase import FleetPhases
 from trainer_svc.fleet_watch import FleetWatch
 from trainer_svc.learner import Learner
 from trainer_svc.lineage import TrainerState
-from trainer_svc.losses import aggregation_of
 from trainer_svc.outcome_reporter import OutcomeReporter
 from trainer_svc.pacing import pacing_of
 from trainer_svc.prompt_cursor import CursorState
@@ -127,6 +130,7 @@ def _assemble(
         Acceptance(_rules_of(settings), task.score, state.counts, shared_version),
         report=lambda outcome: reporter.report(outcome),
         dead_letter=dead_letters.send,
+        refill=lambda key: writer.refill(key),
     )
     phases = _phases(settings)
     reporter = _reporter(settings, collector, model_files, state.redispatched, phases)
@@ -177,7 +181,7 @@ def _assemble(
 
     parts = Parts(
         learner=learner,
-        aggregation=aggregation_of(trainer.aggregation, settings.generator.max_tokens),
+        begin_batch=partial(BatchTraining, recipe_of(settings), learner),
         pacing=pacing_of(settings, phases.set),
         writer=writer,
         collector=collector,
@@ -289,6 +293,7 @@ def _prompt_writer(
             stop_token_ids=task.stop_token_ids,
         ),
         open_batch=collector.open,
+        extend_batch=collector.extend,
         is_complete=collector.is_complete,
         first_batch=state.lineage.iteration,
     )
@@ -298,9 +303,13 @@ def _rules_of(settings: TrainerSettings) -> AcceptanceRules:
     return AcceptanceRules(
         attempt=settings.run.attempt,
         max_staleness=settings.pipeline.max_staleness,
-        algorithm=settings.trainer.algorithm,
+        min_samples=ALGORITHMS[settings.trainer.algorithm].min_samples_per_prompt,
         truncated=settings.trainer.truncated,
         incomplete_groups=settings.trainer.incomplete_groups,
+        max_refills=settings.max_refill_prompts,
+        max_tokens=settings.generator.max_tokens,
+        overlong_buffer_tokens=settings.overlong_buffer_tokens,
+        overlong_penalty=settings.trainer.overlong_penalty,
     )
 
 

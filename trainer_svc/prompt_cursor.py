@@ -4,12 +4,16 @@ Pure: the state is a value, and drawing returns the next one. So a checkpoint ke
 trained batch although later batches have been drawn already. Reading the prompts is data.py's work.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+_REFILL_STREAM = 1
+"""Of random numbers: apart from the epochs' orders, which are drawn with the seed and the epoch alone."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,22 @@ def draw(state: CursorState, count: int) -> tuple[list[int], CursorState]:
         if len(in_this_draw) == state.num_prompts:
             in_this_draw.clear()
     return drawn, state
+
+
+def refill_order(state: CursorState, batch: int, drawn: Sequence[int]) -> list[int]:
+    """The prompts that come in place of those of a batch that teach nothing, in order: all others of the data set, in
+    an order of the batch's own.
+
+    They do not come out of the walk: what is asked for again depends on the answers, and what batches hold must not,
+    so that an attempt which takes the run up draws what the topics hold.
+
+    Args:
+        state: any of the run's.
+        drawn: indices of the batch's prompts; where there are no others, these come again.
+    """
+    order = np.random.default_rng([state.seed, _REFILL_STREAM, batch]).permutation(state.num_prompts)
+    others = order[~np.isin(order, drawn)]
+    return [int(index) for index in (others if len(others) else order)]
 
 
 def _next_not_in(state: CursorState, avoided: set[int]) -> tuple[int, CursorState]:

@@ -8,14 +8,14 @@ import torch
 
 from streamrl.v1.weights_pb2 import ModelFile
 from trainer_svc import resumption
+from trainer_svc.assembly import networks_of
 from trainer_svc.checkpoint import load_checkpoint
 from trainer_svc.control import StopAskedError, TrainerControl
 from trainer_svc.leader import lead
 from trainer_svc.learner import Learner
-from trainer_svc.losses import ClipRange, aggregation_of
+from trainer_svc.losses import aggregation_of
 from trainer_svc.model_cache import default_cache_folder
-from trainer_svc.models import ModelFiles, resolve_model
-from trainer_svc.policy import Policy
+from trainer_svc.models import resolve_model
 from trainer_svc.ranks import Ranks, join_ranks
 from trainer_svc.settings import TrainerSettings
 from trainer_svc.task import load_task
@@ -80,25 +80,25 @@ def train(settings: TrainerSettings, control: TrainerControl, instance: str, ran
     # Read before the policy, too: data that is not that of the checkpoint is to be told at once.
     begun = resumption.begin(settings, task.prompts.train, checkpoint) if task is not None else None
     starting("DeepSpeed")
-    policy = _policy(settings, model)
+    networks = networks_of(settings, model)
     learner = Learner(
-        policy,
+        networks,
         ranks,
         aggregation=aggregation_of(settings.trainer.aggregation, settings.generator.max_tokens),
         micro_batch_tokens=settings.trainer.micro_batch_tokens,
-        row_cost=policy.row_cost if settings.trainer.share_prompts else None,
+        row_cost=networks.policy.row_cost if settings.trainer.share_prompts else None,
     )
     try:
         if checkpoint is not None:
             starting(f"checkpoint {checkpoint.name}")
-            load_checkpoint(checkpoint, policy=policy, ranks=ranks)
+            load_checkpoint(checkpoint, saved=networks, ranks=ranks)
         if task is None or begun is None:
             learner.follow()
         else:
             files = [ModelFile(name=name, content=content) for name, content in model.files.items()]
             lead(settings, instance, control, learner, task, files, *begun)
     finally:
-        policy.close()
+        networks.close()
         if task is not None:
             task.rewards.close()
 
@@ -108,23 +108,3 @@ def _checkpoint(settings: TrainerSettings, ranks: Ranks) -> Path | None:
     found = resumption.newest_checkpoint(settings) if ranks.rank == 0 else None
     name = ranks.broadcast_bytes(str(found or "").encode() if ranks.rank == 0 else None).decode()
     return Path(name) if name else None
-
-
-def _policy(settings: TrainerSettings, model: ModelFiles) -> Policy:
-    trainer = settings.trainer
-    return Policy(
-        model.load_model(),
-        algorithm=trainer.algorithm,
-        temperature=settings.generator.temperature,
-        clip=ClipRange(*trainer.clip_range),
-        off_policy=trainer.off_policy,
-        importance_limit=trainer.importance_limit,
-        learning_rate=trainer.learning_rate,
-        warmup_steps=trainer.warmup_steps,
-        betas=trainer.betas,
-        weight_decay=trainer.weight_decay,
-        max_grad_norm=trainer.max_grad_norm,
-        zero_stage=trainer.zero_stage,
-        dtype=settings.model.dtype,
-        gradient_checkpointing=trainer.gradient_checkpointing,
-    )

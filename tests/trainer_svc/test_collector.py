@@ -23,17 +23,21 @@ class SomePrompt:
 class Edges:
     """What leaves the collector."""
 
-    def __init__(self) -> None:
+    def __init__(self, **rules: Any) -> None:
         self.outcomes: list[SampleOutcome] = []
         self.dead_letters: list[tuple[Record, str]] = []
-        acceptance = Acceptance(AcceptanceRules(attempt=1, max_staleness=1), self._score)
+        acceptance = Acceptance(AcceptanceRules(attempt=1, max_staleness=1, **rules), self._score)
         self.collector = Collector(
             acceptance,
             report=self.outcomes.append,
             dead_letter=lambda record, reason: self.dead_letters.append((record, reason)),
+            refill=self._refill,
         )
         self.collector.open(FIRST, [SomePrompt(), SomePrompt()], 2)
         self.collector.open(SECOND, [SomePrompt(), SomePrompt()], 2)
+
+    def _refill(self, key: BatchKey) -> None:
+        self.collector.extend(key, SomePrompt())
 
     @staticmethod
     def _score(_prompt: Any, token_ids: Any, _truncated: bool) -> float:
@@ -62,29 +66,40 @@ def test_samples_are_handed_out_once_when_enough_tokens_wait_or_the_batch_is_com
     collector = edges.collector
     collector.on_records([record(rollout(FIRST, 0, 0), 0), record(rollout(FIRST, 0, 1), 1)])
     # A row is three tokens of prompt and two of answer.
-    assert collector.take(FIRST, min_tokens=11, timeout_s=0) is None
-    assert collector.take(FIRST, min_tokens=None, timeout_s=0) is None
-    taken = collector.take(FIRST, min_tokens=10, timeout_s=0)
+    assert collector.take(FIRST, lambda batch: batch.settled_tokens >= 11, timeout_s=0) is None
+    assert collector.take(FIRST, None, timeout_s=0) is None
+    taken = collector.take(FIRST, lambda batch: batch.settled_tokens == batch.arrived_tokens == 10, timeout_s=0)
     assert taken is not None
-    samples, complete = taken
-    assert ([sample.identity for sample in samples], complete) == ([(0, 0, 0), (0, 0, 1)], False)
+    assert ([sample.identity for sample in taken.arrived], taken.complete) == ([(0, 0, 0), (0, 0, 1)], False)
+    assert [group.trained for group in taken.groups] == [taken.arrived]
     collector.on_records([record(rollout(FIRST, 1, 1), 2), record(rollout(FIRST, 1, 0), 3)])
-    taken = collector.take(FIRST, min_tokens=1000, timeout_s=0)
+    taken = collector.take(FIRST, lambda batch: False, timeout_s=0)
     assert taken is not None
-    samples, complete = taken
-    assert ([sample.identity for sample in samples], complete) == ([(0, 1, 0), (0, 1, 1)], True)
+    assert ([sample.identity for sample in taken.arrived], taken.complete) == ([(0, 1, 1), (0, 1, 0)], True)
+    assert [sample.identity for sample in taken.groups[0].trained] == [(0, 1, 0), (0, 1, 1)]
     assert collector.close(FIRST).counts.trained == 4
     assert len(edges.outcomes) == 4
 
 
-def test_samples_of_equal_rewards_are_not_worth_a_pass() -> None:
+def test_samples_of_equal_rewards_are_trained_but_not_waited_for() -> None:
     collector = Edges().collector
     collector.on_records([record(rollout(FIRST, 0, sample, reward=1), sample) for sample in (0, 1)])
+    assert collector.take(FIRST, lambda batch: batch.settled_tokens > 0, timeout_s=0) is None
     collector.on_records([record(rollout(FIRST, 1, sample), 2 + sample) for sample in (0, 1)])
-    taken = collector.take(FIRST, min_tokens=None, timeout_s=0)
-    assert taken is not None
-    assert [sample.identity for sample in taken[0]] == [(0, 1, 0), (0, 1, 1)]
+    assert collector.take(FIRST, None, timeout_s=0) is not None
     assert len(collector.close(FIRST).trained) == 4
+
+
+def test_a_batch_that_wants_a_refill_is_not_complete_before_it_has_come() -> None:
+    collector = Edges(max_refills=1).collector
+    collector.on_records([record(rollout(FIRST, 0, sample, reward=1), sample) for sample in (0, 1)])
+    collector.on_records([record(rollout(FIRST, 1, sample), 2 + sample) for sample in (0, 1)])
+    assert collector.take(FIRST, None, timeout_s=0) is None
+    assert str(collector.progress(FIRST)) == "4 of 6"
+    collector.on_records([record(rollout(FIRST, 2, sample, reward=1), 4 + sample) for sample in (0, 1)])
+    counts = collector.close(FIRST).counts
+    # The bound is reached: the last one is not replaced.
+    assert (counts.expected, counts.trained, counts.dropped["filtered"]) == (6, 2, 4)
 
 
 def test_a_record_that_is_no_rollout_is_put_aside_and_reading_goes_on() -> None:
@@ -119,7 +134,7 @@ def test_who_waits_is_woken_by_a_given_up_sample_and_by_an_error() -> None:
     collector.fail(UnavailableError("the scheduler is away"))
     collector.fail(UnavailableError("and something else"))
     with pytest.raises(UnavailableError, match="scheduler"):
-        collector.take(SECOND, min_tokens=1, timeout_s=WAIT_S)
+        collector.take(SECOND, None, timeout_s=WAIT_S)
     with pytest.raises(UnavailableError, match="scheduler"):
         collector.check()
 

@@ -24,6 +24,7 @@ class Topic:
     def __init__(self) -> None:
         self.records: list[PromptRecord] = []
         self.opened: list[tuple[BatchKey, list[str], int, int]] = []
+        self.extended: list[tuple[BatchKey, str, int]] = []
         self.complete: set[BatchKey] = set()
 
     def send(self, topic: str, value: bytes, *, key: bytes | None = None, partition: int = -1) -> None:
@@ -32,6 +33,9 @@ class Topic:
 
     def open(self, key: BatchKey, prompts: Sequence[Any], samples_per_prompt: int) -> None:
         self.opened.append((key, [prompt.id for prompt in prompts], samples_per_prompt, len(self.records)))
+
+    def extend(self, key: BatchKey, prompt: Any) -> None:
+        self.extended.append((key, prompt.id, len(self.records)))
 
     def ends(self) -> list[tuple[int, int, int]]:
         ends = [record.batch_end for record in self.records if record.WhichOneof("kind") == "batch_end"]
@@ -47,6 +51,7 @@ class Topic:
             cursor=CursorState(0, len(PROMPTS)),
             sampling=SamplingSettings(temperature=0.7, max_tokens=9, stop_token_ids=[2]),
             open_batch=self.open,
+            extend_batch=self.extend,
             is_complete=lambda key: key in self.complete,
             first_batch=first_batch,
         )
@@ -116,3 +121,47 @@ def test_the_end_of_the_run_is_a_record() -> None:
     topic = Topic()
     topic.writer().end_run()
     assert topic.records[-1].WhichOneof("kind") == "run_end"
+
+
+def test_a_refill_is_one_more_prompt_of_the_batch_closed_by_a_higher_count() -> None:
+    topic = Topic()
+    writer = topic.writer(max_staleness=0)
+    writer.write_ahead(0)
+    key = BatchKey(PURPOSE_TRAIN, 0)
+    drawn = set(topic.opened[0][1])
+    for number in range(3):
+        writer.refill(key)
+        # Expected before it is written.
+        assert topic.extended[number][2] == len(topic.records) - 2
+        prompt, end = topic.records[-2].prompt, topic.records[-1].batch_end
+        assert (prompt.group, prompt.prompt_id, prompt.num_samples) == (2 + number, topic.extended[number][1], 3)
+        assert (end.batch, end.num_groups) == (0, 3 + number)
+    # All prompts that the batch does not have, each once.
+    assert {prompt_id for _, prompt_id, _ in topic.extended} == {prompt.id for prompt in PROMPTS} - drawn
+
+
+def test_refills_change_nothing_in_what_later_batches_hold() -> None:
+    topic, refilled = Topic(), Topic()
+    topic.writer().write_ahead(3)
+    writer = refilled.writer()
+    for iteration in range(4):
+        writer.write_ahead(iteration)
+        writer.refill(BatchKey(PURPOSE_TRAIN, iteration))
+    assert [opened[:2] for opened in refilled.opened] == [opened[:2] for opened in topic.opened]
+
+
+def test_an_attempt_that_takes_a_batch_up_again_refills_it_with_the_same_prompts() -> None:
+    topic, again = Topic(), Topic()
+    writer = topic.writer()
+    writer.write_ahead(0)
+    for _ in range(4):
+        writer.refill(BatchKey(PURPOSE_TRAIN, 1))
+    later = again.writer(first_batch=0)
+    later.open_ahead(0)
+    for _ in range(4):
+        later.refill(BatchKey(PURPOSE_TRAIN, 1))
+    assert [prompt_id for _, prompt_id, _ in again.extended] == [prompt_id for _, prompt_id, _ in topic.extended]
+    # What was asked for before anything was written goes out with the rest.
+    assert again.records == []
+    later.write_ahead(0)
+    assert again.ends() == [(PURPOSE_TRAIN, 0, 2), (PURPOSE_TRAIN, 1, 6)]

@@ -62,7 +62,7 @@ def _save(settings: TrainerSettings, iteration: int, **changes: Any) -> Path:
         settings.run.folder / "checkpoints",
         attempt=settings.run.attempt,
         iteration=iteration,
-        policy=NoPolicy(),
+        saved=NoPolicy(),
         state=state.to_json(),
         keep=9,
         ranks=Ranks(0, 1),
@@ -151,7 +151,12 @@ class World:
             lambda _prompt, token_ids, _truncated: float(token_ids[0] % 2),
             shared_version=lambda earlier: shared_version(self.origins, earlier, number),
         )
-        collector = Collector(acceptance, report=lambda _outcome: None, dead_letter=lambda _record, _reason: None)
+        collector = Collector(
+            acceptance,
+            report=lambda _outcome: None,
+            dead_letter=lambda _record, _reason: None,
+            refill=lambda _key: None,
+        )
         collector.begin({0: position}, {0: len(self.topic)})
         opened = iteration
 
@@ -262,7 +267,9 @@ def test_a_rollout_that_an_old_process_writes_later_is_refused() -> None:
     acceptance = Acceptance(
         AcceptanceRules(attempt=2, max_staleness=1), lambda *_: 1.0, shared_version=lambda _earlier: 5
     )
-    collector = Collector(acceptance, report=lambda _outcome: None, dead_letter=lambda _record, _reason: None)
+    collector = Collector(
+        acceptance, report=lambda _outcome: None, dead_letter=lambda _record, _reason: None, refill=lambda _key: None
+    )
     collector.begin({0: 0}, {0: 1})
     collector.open(BatchKey(PURPOSE_TRAIN, 5), [SomePrompt()], 2)
     for sample in (0, 1):

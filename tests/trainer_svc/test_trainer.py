@@ -30,6 +30,11 @@ REWARD = """
 def even_tokens(response):
     words = response.split()
     return sum(word.isdigit() and int(word) % 2 == 0 for word in words) / max(1, len(words))
+
+
+def sometimes_even(prompt, response):
+    # Says nothing about the answers to every other prompt.
+    return even_tokens(response) if int(prompt.split()[-1]) % 2 else 0.5
 """
 
 
@@ -178,6 +183,50 @@ def test_an_asynchronous_run_on_two_ranks_survives_what_a_fleet_does_wrong(make_
     assert (rollouts["dropped"]["stale"], rollouts["dropped"]["abandoned"]) == (1, 1)
     assert (rollouts["duplicate"], rollouts["dead_letters"], rollouts["redispatched"]) == (1, 1, 2)
     assert rollouts["trained"] == 25
+
+
+def test_prompts_without_spread_are_replaced_while_the_others_are_trained(make_run: MakeRun, ranks: Ranks) -> None:
+    run = make_run(
+        "trainer-dapo",
+        {"max_staleness": 1},
+        pipeline={"mode": "async", "max_staleness": 1},
+        reward={"functions": {"even_reward:sometimes_even": 1.0}},
+        trainer={"algorithm": "dapo", "saturation_tokens": 20},
+        eval={"every": 0},
+    )
+    figures = run.train_here(ranks)
+    assert run.fleet.errors == []
+    rollouts = run.summary["rollouts"]
+    assert rollouts["expected"] == rollouts["received"] == rollouts["trained"] + rollouts["dropped"]["filtered"]
+    # Nearly all answers of the random model are as long as they may be: each loses the whole penalty.
+    assert figures["reward/overlong_penalty_mean"] > 0.5
+    assert rollouts["dropped"]["filtered"] > 0
+    # The batches are full: no bound was met.
+    assert rollouts["trained"] == 27
+
+
+def test_ppo_with_a_reference_prepares_samples_as_they_arrive(make_run: MakeRun, ranks: Ranks) -> None:
+    run = make_run(
+        "trainer-ppo",
+        trainer={
+            "algorithm": "ppo",
+            "kl": "reward",
+            "kl_coefficient": 0.01,
+            "off_policy": "truncated",
+            "steps_per_batch": 2,
+            "saturation_tokens": 20,
+        },
+        eval={"every": 0},
+    )
+    figures = run.train_here(ranks)
+    assert run.fleet.errors == []
+    assert set(figures) <= {figure.name for figure in FIGURES}
+    assert figures["kl/reference_k3"] > 0
+    assert figures["critic/value_mean"] != 0
+    assert figures["mismatch/logprob_abs_diff_max"] < 1e-1
+    assert run.summary["rollouts"]["trained"] == 27
+    (checkpoint,) = (run.folder / "checkpoints").iterdir()
+    assert (checkpoint / "critic" / "deepspeed").is_dir()
 
 
 def test_a_colocated_run_moves_the_fleet_between_its_phases(make_run: MakeRun, ranks: Ranks) -> None:
