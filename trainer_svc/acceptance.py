@@ -4,6 +4,8 @@ The rules:
 * A sample has one outcome. The first usable copy of it decides; later ones are counted as duplicates.
 * A rollout that failed, or contradicts itself, is rejected: the sample is still wanted, and is generated again.
 * A rollout that is too stale, has no reward, or has log-probs of another distribution, is dropped for good.
+* Scoring takes its time: a rollout that passes is handed out to be scored, and has an outcome when its reward is there.
+  Copies of it that come in between are counted as duplicates.
 * A rollout of an earlier attempt counts like any other when the topic held it before this attempt began, and every
   token of it is from a version of this attempt's lineage (trainer_svc/ancestry.py). With a token of a forgotten version
   it is passed over, and its sample is generated again; one that comes later is from an old process, and refused.
@@ -30,7 +32,7 @@ from streamrl.v1.sample_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFI
 from streamrl.v1.scheduler_pb2 import OUTCOME_ACCEPTED, OUTCOME_DROPPED, OUTCOME_REJECTED, SampleOutcome
 from trainer_svc.advantages import TRAINS_TRUNCATED, overlong_penalty, rewards_are_equal
 from trainer_svc.microbatches import TrainSample
-from trainer_svc.rewards import RewardError
+from trainer_svc.reward_input import RewardError
 from trainer_svc.rollout_counts import DropReason, RolloutCounts
 
 
@@ -48,10 +50,6 @@ SharedVersion = Callable[[int], int]
 def no_earlier_attempt(_attempt: int) -> int:
     """The shared version of any attempt with the first one."""
     return -1
-
-
-Score = Callable[[Any, Sequence[int], bool], float]
-"""Reward of (prompt, answer's token ids, whether the answer is truncated). May raise RewardError."""
 
 
 @dataclass(frozen=True)
@@ -141,13 +139,25 @@ class Intake:
 
 
 @dataclass(frozen=True, slots=True)
+class Unscored:
+    """An answer that wants a reward: `Acceptance.scored` takes it."""
+
+    key: SampleKey
+    prompt: Any
+    token_ids: Sequence[int]
+    truncated: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """What became of one rollout."""
 
     outcome: SampleOutcome | None
-    """For the scheduler; None: it needs not know."""
+    """For the scheduler; None: it needs not know, or not yet."""
     dead_letter: str = ""
     """Why the record could not be handled; empty when it could."""
+    unscored: Unscored | None = None
+    """To be scored: only then is there an outcome."""
 
 
 @dataclass(slots=True)
@@ -158,6 +168,8 @@ class BatchIntake:
     prompts: Sequence[PromptOfGroup]
     samples_per_prompt: int
     answers: dict[SampleKey, Answer] = field(default_factory=dict)
+    unscored: dict[SampleKey, tuple[Answer, bool]] = field(default_factory=dict)
+    """Those whose reward is not there yet (it stands as NaN), and whether they are of an earlier attempt."""
     outcomes: dict[SampleKey, SampleOutcome] = field(default_factory=dict)
     counts: RolloutCounts = field(default_factory=RolloutCounts)
     rejected: int = 0
@@ -240,6 +252,10 @@ class BatchIntake:
     def holds(self, key: SampleKey) -> bool:
         return 0 <= key.group < len(self.prompts) and 0 <= key.sample < self.samples_per_prompt
 
+    def has(self, key: SampleKey) -> bool:
+        """Whether a sample has come, or is known not to come."""
+        return key in self.outcomes or key in self.unscored
+
     def group_answers(self, group: int) -> list[Answer]:
         """The answers of a group, by sample."""
         keys = (SampleKey(*self.key, group, sample) for sample in range(self.samples_per_prompt))
@@ -252,7 +268,6 @@ class Acceptance:
     def __init__(
         self,
         rules: AcceptanceRules,
-        score: Score,
         counts: RolloutCounts | None = None,
         shared_version: SharedVersion = no_earlier_attempt,
     ) -> None:
@@ -261,7 +276,6 @@ class Acceptance:
             counts: of the batches closed before a checkpoint that this run continues.
         """
         self._rules = rules
-        self._score = score
         self._shared_version = shared_version
         self._open: dict[BatchKey, BatchIntake] = {}
         self._given_up: dict[BatchKey, set[SampleKey]] = {}
@@ -286,11 +300,11 @@ class Acceptance:
         wanted, self._wanted_refills = self._wanted_refills, []
         return wanted
 
-    def extend(self, key: BatchKey, prompt: PromptOfGroup) -> list[SampleOutcome]:
+    def extend(self, key: BatchKey, prompt: PromptOfGroup) -> list[Verdict]:
         """Expects one more group of an open batch. Call it before the prompt is written.
 
         Returns:
-            Outcomes of its samples that an earlier attempt had left.
+            What becomes of its samples that an earlier attempt had left.
         """
         batch = self._open[key]
         group = len(batch.prompts)
@@ -298,8 +312,7 @@ class Acceptance:
         batch.open_groups[group] = batch.samples_per_prompt
         batch.counts = replace(batch.counts, expected=batch.counts.expected + batch.samples_per_prompt)
         batch.missing_refills -= 1
-        verdicts = [self._offer_earlier(rollout) for rollout in batch.early.pop(group, [])]
-        return [verdict.outcome for verdict in verdicts if verdict.outcome is not None]
+        return [self._offer_earlier(rollout) for rollout in batch.early.pop(group, [])]
 
     def batch(self, key: BatchKey) -> BatchIntake:
         """An open batch."""
@@ -351,7 +364,7 @@ class Acceptance:
             return self._late(key, rollout)
         if not batch.holds(key):
             return Verdict(None, dead_letter=f"sample {key} was never asked for")
-        if key in batch.outcomes:
+        if batch.has(key):
             if rollout.status != ROLLOUT_STATUS_FAILED:
                 self._count_again(batch, key)
             return Verdict(None)
@@ -363,7 +376,7 @@ class Acceptance:
         except RecordError as error:
             batch.rejected += 1
             return Verdict(_rejection(key, rollout, str(error)), dead_letter=str(error))
-        return Verdict(self._take(batch, key, rollout))
+        return self._take(batch, key, rollout, is_earlier=False)
 
     def _offer_earlier(self, rollout: Rollout) -> Verdict:
         """What an earlier attempt has left behind. Whatever cannot be used is passed over in silence: it was told and
@@ -386,17 +399,31 @@ class Acceptance:
             return Verdict(None)
         if batch is None or not batch.holds(key):
             return Verdict(None)
-        if key in batch.outcomes:
+        if batch.has(key):
             self._count_again(batch, key)
             return Verdict(None)
-        outcome = self._take(batch, key, rollout)
-        self.reused += outcome.outcome == OUTCOME_ACCEPTED
-        return Verdict(outcome)
+        return self._take(batch, key, rollout, is_earlier=True)
+
+    def scored(self, key: SampleKey, reward: float | RewardError) -> SampleOutcome:
+        """Takes the reward of an answer that was handed out to be scored, or why it has none."""
+        batch = self._open[key.batch_key]
+        answer, is_earlier = batch.unscored.pop(key)
+        num_tokens = len(answer.token_ids)
+        if isinstance(reward, RewardError):
+            # Not a reward of 0; and the same answer would fail again.
+            return self._drop(batch, key, "infrastructure", str(reward), num_tokens)
+        self.reused += is_earlier
+        answer = replace(answer, reward=reward)
+        batch.answers[key] = answer
+        if key.purpose == PURPOSE_TRAIN:
+            batch.samples[key] = _train_sample(answer, batch.prompts[key.group].token_ids)
+            batch.arrived.append(batch.samples[key])
+        return self._resolve(batch, key, _outcome(key, OUTCOME_ACCEPTED, num_tokens=num_tokens))
 
     def abandon(self, key: SampleKey, reason: str) -> SampleOutcome | None:
         """The scheduler says that a sample will not come. Returns what to confirm; None when there is nothing to."""
         batch = self._open.get(key.batch_key)
-        if batch is None or not batch.holds(key) or key in batch.outcomes:
+        if batch is None or not batch.holds(key) or batch.has(key):
             return None
         batch.given_up.add(key)
         return self._drop(batch, key, "abandoned", reason, num_tokens=0)
@@ -423,13 +450,13 @@ class Acceptance:
         else:
             batch.counts = replace(batch.counts, duplicate=batch.counts.duplicate + 1)
 
-    def _take(self, batch: BatchIntake, key: SampleKey, rollout: Rollout) -> SampleOutcome:
+    def _take(self, batch: BatchIntake, key: SampleKey, rollout: Rollout, *, is_earlier: bool) -> Verdict:
         num_tokens = len(rollout.token_ids)
         if batch.key.purpose == PURPOSE_EVALUATION:
             foreign = {span.weight_version for span in rollout.version_spans} - {batch.key.batch}
             if foreign:
                 batch.rejected += 1
-                return _rejection(key, rollout, f"tokens come from version {sorted(foreign)[0]}")
+                return Verdict(_rejection(key, rollout, f"tokens come from version {sorted(foreign)[0]}"))
         batch.counts = replace(
             batch.counts,
             received=batch.counts.received + 1,
@@ -438,39 +465,30 @@ class Acceptance:
         is_training = batch.key.purpose == PURPOSE_TRAIN
         if is_training and rollout.logprob_mode != LOGPROB_MODE_PROCESSED:
             reason = "log-probs are not those of the sampled distribution"
-            return self._drop(batch, key, "infrastructure", reason, num_tokens)
+            return Verdict(self._drop(batch, key, "infrastructure", reason, num_tokens))
         age = 0
         if is_training:
             try:
                 age = staleness(key.batch, (span.weight_version for span in rollout.version_spans))
             except ValueError as error:
-                return self._drop(batch, key, "stale", str(error), num_tokens)
+                return Verdict(self._drop(batch, key, "stale", str(error), num_tokens))
             if age > self._rules.max_staleness:
                 reason = f"staleness {age} is above {self._rules.max_staleness}"
-                return self._drop(batch, key, "stale", reason, num_tokens)
-        truncated = rollout.finish_reason == FINISH_REASON_LENGTH
-        token_ids = list(rollout.token_ids)
-        try:
-            reward = self._score(batch.prompts[key.group], token_ids, truncated)
-        except RewardError as error:
-            # Not a reward of 0; and the same answer would fail again.
-            return self._drop(batch, key, "infrastructure", str(error), num_tokens)
+                return Verdict(self._drop(batch, key, "stale", reason, num_tokens))
         answer = Answer(
             key=key,
-            token_ids=token_ids,
+            token_ids=list(rollout.token_ids),
             logprobs=list(rollout.logprobs),
             versions=[(span.weight_version, span.num_tokens) for span in rollout.version_spans],
-            reward=reward,
-            truncated=truncated,
+            reward=math.nan,
+            truncated=rollout.finish_reason == FINISH_REASON_LENGTH,
             staleness=age,
             instance=rollout.instance,
             generation_s=max(0.0, rollout.timings.finished_s - rollout.timings.started_s),
         )
-        batch.answers[key] = answer
-        if is_training:
-            batch.samples[key] = _train_sample(answer, batch.prompts[key.group].token_ids)
-            batch.arrived.append(batch.samples[key])
-        return self._resolve(batch, key, _outcome(key, OUTCOME_ACCEPTED, num_tokens=num_tokens))
+        batch.unscored[key] = (answer, is_earlier)
+        unscored = Unscored(key, batch.prompts[key.group], answer.token_ids, answer.truncated)
+        return Verdict(None, unscored=unscored)
 
     def _drop(
         self, batch: BatchIntake, key: SampleKey, drop_reason: DropReason, detail: str, num_tokens: int

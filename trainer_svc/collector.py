@@ -1,20 +1,26 @@
 """Takes rollouts from topic `rollouts` in a thread, and hands trainable samples to the training thread.
 
 The decisions are in trainer_svc/acceptance.py. Here are the lock around them, the wake-up of who waits, what goes to
-the scheduler and to `dead-letters`, and the position from which everything unfinished could be read again.
+the scheduler and to `dead-letters`, and the position from which everything unfinished could be read again. Rewards are
+computed elsewhere, many at once, and outside of the lock: a slow one holds up its own sample only.
 """
 
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from streamrl.errors import RecordError
 from streamrl.identity import BatchKey, SampleKey
 from streamrl.kafka.reader import Record
 from streamrl.v1.scheduler_pb2 import AbandonedSample, SampleOutcome
-from trainer_svc.acceptance import Acceptance, BatchIntake, Intake, PromptOfGroup, parse_rollout
+from trainer_svc.acceptance import Acceptance, BatchIntake, Intake, PromptOfGroup, Verdict, parse_rollout
+from trainer_svc.reward_input import RewardError
+from trainer_svc.rewards import RewardScore
 from trainer_svc.rollout_counts import RolloutCounts
 
 logger = logging.getLogger(__name__)
@@ -26,9 +32,16 @@ class Progress:
 
     resolved: int
     expected: int
+    being_scored: int = 0
+    """Have come, and wait for their reward."""
 
     def __str__(self) -> str:
-        return f"{self.resolved} of {self.expected}"
+        scored = f", {self.being_scored} wait for their reward" if self.being_scored else ""
+        return f"{self.resolved} of {self.expected}{scored}"
+
+
+Score = Callable[[Any, Sequence[int], bool], "Future[RewardScore]"]
+"""Has an answer scored: prompt, token ids, whether it is truncated. The result may raise RewardError."""
 
 
 class Collector:
@@ -38,6 +51,7 @@ class Collector:
         self,
         acceptance: Acceptance,
         *,
+        score: Score,
         report: Callable[[SampleOutcome], None],
         dead_letter: Callable[[Record, str], None],
         refill: Callable[[BatchKey], None],
@@ -49,6 +63,7 @@ class Collector:
             refill: one more prompt is wanted for a batch; brings it by `extend`.
         """
         self._acceptance = acceptance
+        self._score = score
         self._report = report
         self._dead_letter = dead_letter
         self._refill = refill
@@ -58,6 +73,8 @@ class Collector:
         self._there_before: Mapping[int, int] = {}
         self._first_seen: dict[BatchKey, dict[int, int]] = {}
         self._last_resolved_s = time.monotonic()
+        self._early: list[Verdict] = []
+        """Of answers that an earlier attempt left to prompts that were asked for just now."""
 
     # What the reader's and the reporter's threads call.
 
@@ -106,12 +123,16 @@ class Collector:
             self._there_before = there
 
     def wait_read(self, ends: Mapping[int, int], patience_s: float) -> bool:
-        """Waits until everything below these offsets has been read. False when nothing came for `patience_s`."""
+        """Waits until everything below these offsets has been read, and what is of use of it scored. False when nothing
+        came for `patience_s`; a reward is waited for as long as it takes."""
         with self._changed:
             while any(self._positions.get(partition, 0) < end for partition, end in ends.items()):
                 self._raise_error()
                 if not self._changed.wait(patience_s):
                     return False
+            while any(self._acceptance.batch(key).unscored for key in self._acceptance.open_batches()):
+                self._raise_error()
+                self._changed.wait()
             return True
 
     def open(self, key: BatchKey, prompts: Sequence[PromptOfGroup], samples_per_prompt: int) -> None:
@@ -122,10 +143,9 @@ class Collector:
     def extend(self, key: BatchKey, prompt: PromptOfGroup) -> None:
         """Expects one more group of a batch; call it before its prompt is written."""
         with self._changed:
-            outcomes = self._acceptance.extend(key, prompt)
+            # Followed when the prompt has been written: what comes of them may ask for the next one.
+            self._early += self._acceptance.extend(key, prompt)
             self._progressed()
-        for outcome in outcomes:
-            self._report(outcome)
 
     def take(self, key: BatchKey, enough: Callable[[BatchIntake], bool] | None, timeout_s: float) -> Intake | None:
         """What came of a batch and was not taken yet, as soon as it is enough or the batch is complete.
@@ -168,7 +188,7 @@ class Collector:
     def progress(self, key: BatchKey) -> Progress:
         with self._changed:
             batch = self._acceptance.batch(key)
-            return Progress(batch.num_resolved, batch.num_samples)
+            return Progress(batch.num_resolved, batch.num_samples, len(batch.unscored))
 
     def waiting_rollouts(self) -> int:
         """Samples of open batches that arrived; those that training has begun with included."""
@@ -216,7 +236,7 @@ class Collector:
             return time.monotonic() - self._last_resolved_s
 
     def _on_record(self, record: Record) -> None:
-        outcome, reason = None, ""
+        verdict, reason = Verdict(None), ""
         with self._changed:
             self._positions[record.partition] = record.offset + 1
             was_there = record.offset < self._there_before.get(record.partition, 0)
@@ -227,17 +247,45 @@ class Collector:
                 reason = "" if was_there else str(error)
             else:
                 verdict = self._acceptance.offer(rollout, was_there=was_there)
-                outcome, reason = verdict.outcome, verdict.dead_letter
+                reason = verdict.dead_letter
                 key = SampleKey.from_proto(rollout.id).batch_key
                 if key in self._acceptance.open_batches():
                     self._first_seen.setdefault(key, {}).setdefault(record.partition, record.offset)
-            if outcome is not None:
+            if verdict.outcome is not None or verdict.unscored is not None:
                 self._progressed()
         if reason:
             self._dead_letter(record, reason)
-        if outcome is not None:
-            logger.debug("%s: sample %s %s", record, SampleKey.from_proto(outcome.id), outcome.outcome)
+        self._follow(verdict)
+
+    def _follow(self, verdict: Verdict) -> None:
+        """Has an answer scored, or tells the scheduler what became of it. Not under the lock."""
+        if verdict.outcome is not None:
+            logger.debug("sample %s %s", SampleKey.from_proto(verdict.outcome.id), verdict.outcome.outcome)
+            self._report(verdict.outcome)
+        if verdict.unscored is not None:
+            unscored = verdict.unscored
+            future = self._score(unscored.prompt, unscored.token_ids, unscored.truncated)
+            future.add_done_callback(partial(self._on_scored, unscored.key))
+
+    def _on_scored(self, key: SampleKey, score: "Future[RewardScore]") -> None:
+        """Takes a reward, in whatever thread had it last. Never raises, as `on_records`."""
+        try:
+            reward: float | RewardError = score.result().total
+        except RewardError as error:
+            reward = error
+        except CancelledError:
+            return  # the run is over
+        except Exception as error:  # the edge of that thread
+            self.fail(error)
+            return
+        try:
+            with self._changed:
+                outcome = self._acceptance.scored(key, reward)
+                self._progressed()
             self._report(outcome)
+            self._ask_for_refills()
+        except Exception as error:  # the edge of that thread
+            self.fail(error)
 
     def _on_abandoned(self, key: SampleKey, reason: str) -> None:
         with self._changed:
@@ -257,6 +305,10 @@ class Collector:
                 return
             for key in wanted:
                 self._refill(key)
+            with self._changed:
+                early, self._early = self._early, []
+            for verdict in early:
+                self._follow(verdict)
 
     def _progressed(self) -> None:
         self._last_resolved_s = time.monotonic()

@@ -146,7 +146,6 @@ class _TaskSource:
 
         if task not in DATASETS:
             raise ValueError(f"data: reasoning-gym has no task {task!r}{nearest(task, DATASETS)}")
-        self._task = task
         self._options = {name: value for name, value in options.items() if name != "size"}
         known = {field.name for field in dataclasses.fields(DATASETS[task][1])} - {"seed"}
         for name in self._options:
@@ -159,6 +158,8 @@ class _TaskSource:
         if not isinstance(self._size, int) or self._size < 1:
             raise ValueError(f"data.reasoning_gym.size is {self._size!r}, expected a number of prompts")
         task_seed = _HELD_OUT_TASK_SEED if held_out is not None else (seed * _TASK_SEED_STEP) % 2**31
+        # The task's checker and the question are found again by these (reward `reasoning_gym`).
+        self._origin = {"task": task, "task_options": self._options, "task_seed": task_seed, "task_size": self._size}
         try:
             self._questions = create_dataset(task, size=self._size, seed=task_seed, **self._options)
         except (AssertionError, TypeError, ValueError) as error:
@@ -168,11 +169,11 @@ class _TaskSource:
         return self._size
 
     def read(self, start: int, stop: int) -> list[Record]:
-        return [self._record(self._questions[index]) for index in range(start, min(stop, self._size))]
+        return [self._record(index) for index in range(start, min(stop, self._size))]
 
-    def _record(self, entry: dict[str, Any]) -> Record:
-        # The task's checker is found again by these two (reward `reasoning_gym`).
-        metadata = {**entry["metadata"], "task": self._task, "task_options": self._options}
+    def _record(self, index: int) -> Record:
+        entry = self._questions[index]
+        metadata = {**entry["metadata"], **self._origin, "task_index": index}
         question = entry["question"]
         return Record(question, str(entry["answer"]), _id_of(question), metadata)
 

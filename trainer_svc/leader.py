@@ -127,7 +127,8 @@ def _assemble(
     producer = stack.enter_context(RecordProducer(connection))
     dead_letters = DeadLetters(producer, topics.dead_letters, service="trainer_svc", attempt=run.attempt)
     collector = Collector(
-        Acceptance(_rules_of(settings), task.score, state.counts, shared_version),
+        Acceptance(_rules_of(settings), state.counts, shared_version),
+        score=task.score,
         report=lambda outcome: reporter.report(outcome),
         dead_letter=dead_letters.send,
         refill=lambda key: writer.refill(key),

@@ -1,7 +1,8 @@
 """The life of one trainer rank: join the others, load the model, then lead or follow."""
 
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -15,10 +16,10 @@ from trainer_svc.leader import lead
 from trainer_svc.learner import Learner
 from trainer_svc.losses import aggregation_of
 from trainer_svc.model_cache import default_cache_folder
-from trainer_svc.models import resolve_model
+from trainer_svc.models import ModelFiles, resolve_model
 from trainer_svc.ranks import Ranks, join_ranks
 from trainer_svc.settings import TrainerSettings
-from trainer_svc.task import load_task
+from trainer_svc.task import Task, load_task
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,22 @@ def train(settings: TrainerSettings, control: TrainerControl, instance: str, ran
     # Before the model itself, which takes longer: bad data is to be told at once.
     starting("prompts and rewards")
     task = load_task(settings, model) if ranks.rank == 0 else None
+    with contextlib.ExitStack() as stack:
+        if task is not None:
+            stack.callback(task.rewards.close)
+        _train_task(settings, control, instance, ranks, model, task, starting)
+
+
+def _train_task(
+    settings: TrainerSettings,
+    control: TrainerControl,
+    instance: str,
+    ranks: Ranks,
+    model: ModelFiles,
+    task: Task | None,
+    starting: Callable[[str], None],
+) -> None:
+    """What a rank does when it knows model and task; rank 0 alone has a task."""
     for sentence in task.prompts.notes() if task is not None else ():
         control.note(sentence)
     checkpoint = _checkpoint(settings, ranks)
@@ -99,8 +116,6 @@ def train(settings: TrainerSettings, control: TrainerControl, instance: str, ran
             lead(settings, instance, control, learner, task, files, *begun)
     finally:
         networks.close()
-        if task is not None:
-            task.rewards.close()
 
 
 def _checkpoint(settings: TrainerSettings, ranks: Ranks) -> Path | None:

@@ -182,8 +182,25 @@ class DataSection(Section):
 
 class RewardSection(Section):
     functions: dict[str, float] = Field(default_factory=lambda: {"exact_match": 1.0})
-    """Reward functions and their weights: `exact_match`, `last_number`, `math_verify`, `reasoning_gym`, `graded`, or
-    `module:function`. A reward is the weighted sum."""
+    """Reward functions and their weights: `exact_match`, `last_number`, `math_verify`, `reasoning_gym`, `graded`, your
+    own as `module:function`, or the address of a reward model as `http://HOST:PORT/PATH`. A reward is the weighted sum.
+    An answer of which a function gives no reward is not trained, and counted as dropped.infrastructure."""
+    num_workers: PositiveInt = 2
+    """Processes in which `math_verify`, `reasoning_gym` and your own functions score answers, each one at a time. One
+    that hangs or ends is replaced. They are started when there is work for them."""
+    timeout_s: PositiveFloat = 60.0
+    """Seconds that a function in such a process may take for one answer, and a reward model for one request."""
+    memory_gib: PositiveFloat = 4.0
+    """Memory that each such process may take for its data. One that wants more gets a MemoryError, and is replaced."""
+    http_token_env: str = ""
+    """Name of the environment variable that holds the bearer token for reward models. Empty: none is sent."""
+    http_batch_size: PositiveInt = 16
+    """Most answers in one request to a reward model. A request never waits to become full."""
+    http_connections: PositiveInt = 4
+    """Requests to a reward model at once."""
+    http_patience_s: PositiveFloat = 300.0
+    """A reward model that is away, overloaded (status 429) or broken (5xx) is asked again for so long; then its answers
+    have no reward."""
 
     @field_validator("functions", mode="before")
     @classmethod
@@ -192,6 +209,9 @@ class RewardSection(Section):
         if isinstance(value, str):
             return {value: 1.0}
         if isinstance(value, list | tuple):
+            doubled = sorted({str(name) for name in value if value.count(name) > 1})
+            if doubled:
+                raise ValueError(f"{', '.join(doubled)} stands there more than once: use a table with weights instead")
             return dict.fromkeys(value, 1.0)
         return value
 
