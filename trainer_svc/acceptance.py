@@ -256,6 +256,10 @@ class BatchIntake:
         """Whether a sample has come, or is known not to come."""
         return key in self.outcomes or key in self.unscored
 
+    def group_rewards(self) -> list[list[float]]:
+        """Of the answers to each prompt, as the task gives them."""
+        return [[answer.reward for answer in self.group_answers(group)] for group in range(len(self.prompts))]
+
     def group_answers(self, group: int) -> list[Answer]:
         """The answers of a group, by sample."""
         keys = (SampleKey(*self.key, group, sample) for sample in range(self.samples_per_prompt))

@@ -33,6 +33,7 @@ from trainer_svc.lineage import TrainerState
 from trainer_svc.outcome_reporter import OutcomeReporter
 from trainer_svc.pacing import pacing_of
 from trainer_svc.prompt_cursor import CursorState
+from trainer_svc.prompt_selection import Selection, SelectionRules, SelectionState
 from trainer_svc.prompt_writer import BatchShape, PromptWriter
 from trainer_svc.publisher import Publisher
 from trainer_svc.resumption import keep_tracker_run, tracker_run
@@ -297,6 +298,22 @@ def _prompt_writer(
         extend_batch=collector.extend,
         is_complete=collector.is_complete,
         first_batch=state.lineage.iteration,
+        selection=Selection(
+            _selection_rules_of(settings), SelectionState.from_json(state.selection), task.prompts.train.levels
+        ),
+    )
+
+
+def _selection_rules_of(settings: TrainerSettings) -> SelectionRules:
+    data = settings.data
+    return SelectionRules(
+        delay=settings.pipeline.max_staleness + 1,
+        right_reward=data.right_reward,
+        easy_pass_rate=data.easy_pass_rate,
+        hard_pass_rate=data.hard_pass_rate,
+        rest_iterations=data.rest_iterations,
+        level_accuracy=data.curriculum_accuracy,
+        level_iterations=data.curriculum_iterations,
     )
 
 

@@ -2,19 +2,24 @@
 
 A batch is opened (expected) before it is written: an attempt that takes a run up again opens what is under way, takes
 what the topics still hold of it, and writes no prompts of a batch of which every answer was there. One that was written
-may get further prompts (a refill), each closed by a higher count.
+may get further prompts (a refill), each closed by a higher count. Which prompts may be drawn is
+trainer_svc/prompt_selection.py's decision, which learns from the batches that are over.
 """
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from streamrl.identity import PURPOSE_EVALUATION, PURPOSE_TRAIN, BatchKey
 from streamrl.kafka.producer import RecordProducer
 from streamrl.v1.records_pb2 import BatchEnd, Prompt, PromptRecord, RunEnd
 from streamrl.v1.sample_pb2 import SamplingSettings
 from trainer_svc.prompt_cursor import CursorState, draw, refill_order
+from trainer_svc.prompt_selection import Selection, SelectionRules
 
 
 class DrawnPrompt(Protocol):
@@ -57,8 +62,10 @@ class _Asked:
     """Of each prompt."""
     sampling: SamplingSettings
     written: bool = False
-    refills: Iterator[DrawnPrompt] = field(default_factory=lambda: iter(()))
-    """Prompts to come in place of others, without end."""
+    indices: list[int] = field(default_factory=list)
+    """Of training prompts, those that came in place of others included."""
+    refills: Iterator[int] = field(default_factory=lambda: iter(()))
+    """Of prompts to come in place of others, without end."""
 
 
 class PromptWriter:
@@ -78,10 +85,12 @@ class PromptWriter:
         extend_batch: ExtendBatch,
         is_complete: IsComplete,
         first_batch: int = 0,
+        selection: Selection | None = None,
     ) -> None:
         """
         Args:
             prompts: all training prompts.
+            selection: of prompts by what batches have shown; None: all may always be drawn.
             cursor: from which the first batch is drawn.
             sampling: of training; evaluation is the same but greedy.
             first_batch: the first untrained one.
@@ -100,6 +109,7 @@ class PromptWriter:
         self._extend_batch = extend_batch
         self._is_complete = is_complete
         self._next_batch = first_batch
+        self._selection = selection or Selection(SelectionRules(delay=shape.max_staleness + 1))
         self._cursors: dict[int, CursorState] = {}
         self._asked: dict[BatchKey, _Asked] = {}
         self._lock = threading.RLock()
@@ -111,12 +121,14 @@ class PromptWriter:
             last = min(iteration + self._shape.max_staleness, self._shape.num_iterations - 1)
             while self._next_batch <= last:
                 self._cursors[self._next_batch] = self._cursor
-                indices, self._cursor = draw(self._cursor, self._shape.prompts_per_batch)
+                allowed = self._allowed(self._next_batch)
+                indices, self._cursor = draw(self._cursor, self._shape.prompts_per_batch, allowed)
                 asked = _Asked(
                     [self._prompts[index] for index in indices],
                     self._shape.samples_per_prompt,
                     self._sampling,
-                    refills=self._refills(self._next_batch, indices),
+                    indices=list(indices),
+                    refills=self._refills(self._next_batch, indices, allowed),
                 )
                 self._open(BatchKey(PURPOSE_TRAIN, self._next_batch), asked)
                 self._next_batch += 1
@@ -150,11 +162,36 @@ class PromptWriter:
         """Asks for one more prompt of an open training batch."""
         with self._lock:
             asked = self._asked[key]
-            prompt = next(asked.refills)
+            index = next(asked.refills)
+            prompt = self._prompts[index]
+            asked.indices.append(index)
             self._extend_batch(key, prompt)
             asked.prompts.append(prompt)
             if asked.written:
                 self._write(key, asked, first_group=len(asked.prompts) - 1)
+
+    def observe(self, key: BatchKey, rewards: Sequence[Sequence[float]]) -> None:
+        """Learns from a training batch that is over which prompts later ones may have. Call it for each, in order.
+
+        Args:
+            rewards: of the answers to each of its prompts.
+        """
+        with self._lock:
+            groups = zip(self._asked[key].indices, rewards, strict=True)
+            # Where answers are missing, the others do not say how hard the prompt is.
+            whole = [(index, of_group) for index, of_group in groups if len(of_group) == self._shape.samples_per_prompt]
+            self._selection.observe(key.batch, whole)
+
+    def figures(self) -> dict[str, float]:
+        """Of the data, as the newest batch was drawn from it."""
+        with self._lock:
+            passes = self._cursor.epoch + self._cursor.position / self._cursor.num_prompts
+            return {"data/epoch": passes, **self._selection.figures(self._next_batch - 1)}
+
+    def selection_state(self) -> dict[str, Any]:
+        """What the batches that are over have shown, for a checkpoint."""
+        with self._lock:
+            return self._selection.state.to_json()
 
     def end_run(self) -> None:
         """No further prompts will be written."""
@@ -170,10 +207,13 @@ class PromptWriter:
         self._open_batch(key, asked.prompts, asked.num_samples)
         self._asked[key] = asked
 
-    def _refills(self, batch: int, drawn: Sequence[int]) -> Iterator[DrawnPrompt]:
-        order = refill_order(self._cursor, batch, drawn)
+    def _allowed(self, batch: int) -> npt.NDArray[np.bool_] | None:
+        return self._selection.allowed(batch, self._shape.prompts_per_batch, len(self._prompts))
+
+    def _refills(self, batch: int, drawn: Sequence[int], allowed: npt.NDArray[np.bool_] | None) -> Iterator[int]:
+        order = refill_order(self._cursor, batch, drawn, allowed)
         while True:
-            yield from (self._prompts[index] for index in order)
+            yield from order
 
     def _write(self, key: BatchKey, asked: "_Asked", *, first_group: int) -> None:
         """The prompts from that group on, closed by the count of all."""

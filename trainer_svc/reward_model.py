@@ -82,6 +82,7 @@ class RewardModel:
         self._waiting: deque[tuple[RewardInput, Future[float]]] = deque()
         self._has_answered = False
         self._away_since_s: float | None = None
+        self._is_given_up = False
         # Daemons: the end of the process is not to wait for a server.
         for number in range(limits.connections):
             threading.Thread(target=self._send_what_waits, name=f"reward-http-{number}", daemon=True).start()
@@ -146,7 +147,8 @@ class RewardModel:
                 now_s = time.monotonic()
                 self._away_since_s = self._away_since_s or now_s
                 patience_s = self._limits.patience_s if self._has_answered else _START_PATIENCE_S
-                if now_s + pause_s > min(started_s, self._away_since_s) + patience_s:
+                if self._is_given_up or now_s + pause_s > min(started_s, self._away_since_s) + patience_s:
+                    self._is_given_up = True
                     raise RewardError(f"reward {self._url} {error}") from error
                 logger.warning("reward %s %s: asked again in %.1f s", self._url, error, pause_s)
             else:
@@ -169,12 +171,12 @@ class RewardModel:
             response = self._client.post(self._url, json=body)
         except httpx.TimeoutException as error:
             raise _AgainError(f"has not answered within {self._limits.timeout_s:g} s (reward.timeout_s)") from error
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise _AgainError(f"cannot be reached ({error})") from error
         status, text = response.status_code, response.text[:_LONGEST_ANSWER]
         if status >= 500 or status in _AGAIN:
             raise _AgainError(f"answers with status {status}: {text}")
-        self._has_answered, self._away_since_s = True, None
+        self._has_answered, self._away_since_s, self._is_given_up = True, None, False
         if status in _SETTINGS_ARE_WRONG:
             hint = "see reward.http_token_env" if status in (401, 403) else "is the address right?"
             raise RewardError(f"reward {self._url} answers with status {status} ({hint}): {text}")

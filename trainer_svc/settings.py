@@ -178,6 +178,36 @@ class DataSection(Section):
     """Texts of exactly one token each that end an answer, beside the model's own end tokens."""
     reasoning_gym: dict[str, Any] = Field(default_factory=dict)
     """Options of the reasoning-gym task, such as `min_terms`; `size` is the number of its training prompts."""
+    right_reward: float = 1.0
+    """An answer with at least this reward is right, for `easy_pass_rate`, `hard_pass_rate` and `curriculum`."""
+    easy_pass_rate: Annotated[float, Field(gt=0, le=1)] | None = None
+    """A prompt is left out after a batch in which at least this share of its answers was right (1: all of them). Left
+    out: no prompt is."""
+    hard_pass_rate: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """A prompt is left out after a batch in which at most this share of its answers was right (0: none of them). Left
+    out: no prompt is."""
+    rest_iterations: Annotated[int, Field(ge=0)] = 0
+    """For how many iterations `easy_pass_rate` and `hard_pass_rate` leave a prompt out; 0: for good. It begins
+    `pipeline.max_staleness` + 1 iterations after the batch. While fewer prompts than a batch needs are left, all may be
+    drawn."""
+    curriculum: bool = False
+    """Training prompts of `reasoning_gym:TASK` begin with the lowest level of the task's own curriculum, `size` prompts
+    each, and get harder by and by. The options that a level sets go before those of `reasoning_gym`; held-out prompts
+    are made with the latter alone."""
+    curriculum_accuracy: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """The next level begins when this share of the answers of the last `curriculum_iterations` batches at a level was
+    right."""
+    curriculum_iterations: PositiveInt = 4
+    """Batches that `curriculum_accuracy` is taken over."""
+
+    @model_validator(mode="after")
+    def _selection_fits(self) -> "DataSection":
+        easy, hard = self.easy_pass_rate, self.hard_pass_rate
+        if easy is not None and hard is not None and hard >= easy:
+            raise ValueError(f"data.hard_pass_rate is {hard}, expected less than data.easy_pass_rate ({easy})")
+        if self.curriculum and not self.train.startswith("reasoning_gym:"):
+            raise ValueError(f"data.curriculum needs a task: data.train is {self.train}, expected reasoning_gym:TASK")
+        return self
 
 
 class RewardSection(Section):

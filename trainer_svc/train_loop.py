@@ -192,6 +192,7 @@ class TrainLoop:
             training.take(intake)
             if intake.complete:
                 batch = parts.collector.close(key)
+                parts.writer.observe(key, batch.group_rewards())
                 parts.reporter.close_batch(key)
                 steps = self._step(batch, training)
             parts.spans.write("train", started_s, time.time(), batch=key.batch, weight_version=key.batch)
@@ -258,6 +259,7 @@ class TrainLoop:
         figures = {
             **self._figures,
             **batch_figures(batch),
+            **parts.writer.figures(),
             **(steps_figures(steps.policy, steps.critic) if steps is not None else {}),
             **parts.clock.iteration_figures(batch.counts.trained, batch.counts.generated_tokens),
             **parts.watch.figures(),
@@ -338,6 +340,7 @@ class TrainLoop:
             attempt=self._settings.attempt,
             lineage=self._lineage,
             cursor=parts.writer.cursor_before(self._lineage.iteration).to_json(),
+            selection=parts.writer.selection_state(),
             counts=parts.collector.counts(),
             redispatched=parts.reporter.redispatched,
             dead_letters=parts.dead_letters(),

@@ -17,7 +17,16 @@ from streamrl.v1.sample_pb2 import (
     VersionSpan,
 )
 from streamrl.v1.scheduler_pb2 import OUTCOME_ACCEPTED, OUTCOME_DROPPED, OUTCOME_REJECTED
-from trainer_svc.acceptance import Acceptance, AcceptanceRules, BatchIntake, parse_rollout
+from trainer_svc.acceptance import (
+    Acceptance,
+    AcceptanceRules,
+    BatchIntake,
+    PromptOfGroup,
+    Unscored,
+    Verdict,
+    parse_rollout,
+)
+from trainer_svc.reward_input import RewardError
 
 BATCH = BatchKey(PURPOSE_TRAIN, 3)
 
@@ -56,12 +65,23 @@ def spans(*versions: int) -> list[VersionSpan]:
     return [VersionSpan(weight_version=version, num_tokens=1) for version in versions]
 
 
-def reward_of_first_token(_prompt: Any, token_ids: Any, _truncated: bool) -> float:
-    return float(token_ids[0] % 2)
+class ScoredAtOnce(Acceptance):
+    """The reward of an answer is whether its first token is odd; whoever offers one gives it at once."""
+
+    def offer(self, rollout: Rollout, *, was_there: bool = False) -> Verdict:
+        return self._scored(super().offer(rollout, was_there=was_there))
+
+    def extend(self, key: BatchKey, prompt: PromptOfGroup) -> list[Verdict]:
+        return [self._scored(verdict) for verdict in super().extend(key, prompt)]
+
+    def _scored(self, verdict: Verdict) -> Verdict:
+        if verdict.unscored is None:
+            return verdict
+        return Verdict(self.scored(verdict.unscored.key, float(verdict.unscored.token_ids[0] % 2)))
 
 
 def opened(num_groups: int = 1, samples: int = 2, key: BatchKey = BATCH, **rules: Any) -> Acceptance:
-    acceptance = Acceptance(AcceptanceRules(**{"attempt": 1, "max_staleness": 1, **rules}), reward_of_first_token)
+    acceptance = ScoredAtOnce(AcceptanceRules(**{"attempt": 1, "max_staleness": 1, **rules}))
     acceptance.open(key, [SomePrompt()] * num_groups, samples)
     return acceptance
 
@@ -314,15 +334,13 @@ def test_a_group_with_spread_is_kept_under_dynamic_sampling() -> None:
 
 
 def test_what_an_earlier_attempt_left_of_a_refill_is_taken_when_the_refill_is_asked_for() -> None:
-    acceptance = Acceptance(
-        AcceptanceRules(attempt=2, max_staleness=1, max_refills=1), reward_of_first_token, shared_version=lambda _: 3
-    )
+    acceptance = ScoredAtOnce(AcceptanceRules(attempt=2, max_staleness=1, max_refills=1), shared_version=lambda _: 3)
     acceptance.open(BATCH, [SomePrompt()], 2)
     for one in (rollout(1, 0), rollout(1, 0), *equal_rewards(0)):
         acceptance.offer(one, was_there=True)
     assert acceptance.take_wanted_refills() == [BATCH]
-    outcomes = acceptance.extend(BATCH, SomePrompt())
-    assert [(outcome.id.group, outcome.id.sample) for outcome in outcomes] == [(1, 0)]
+    outcomes = [verdict.outcome for verdict in acceptance.extend(BATCH, SomePrompt())]
+    assert [(outcome.id.group, outcome.id.sample) for outcome in outcomes if outcome is not None] == [(1, 0)]
     acceptance.offer(rollout(1, 1, attempt=2))
     batch = acceptance.close(BATCH)
     assert (batch.counts.trained, batch.counts.duplicate, acceptance.reused) == (2, 1, 3)
@@ -342,3 +360,23 @@ def test_long_answers_lose_reward_that_is_learned_from_and_none_that_is_reported
     batch = acceptance.close(BATCH)
     assert batch.groups[0].rewards == [0.75, 0.0]
     assert (batch.reward_mean, batch.overlong_penalties) == (0.5, [0.25, 0.0])
+
+
+@given(st.randoms(use_true_random=False))
+def test_rewards_may_come_in_any_order_between_any_rollouts(order: random.Random) -> None:
+    acceptance = Acceptance(AcceptanceRules(attempt=1, max_staleness=1))
+    acceptance.open(BATCH, [SomePrompt()] * 3, 3)
+    rollouts = [rollout(group, sample) for group in range(3) for sample in range(3)] * 2
+    order.shuffle(rollouts)
+    waiting: list[Unscored] = []
+    while rollouts or waiting:
+        if rollouts and (not waiting or order.random() < 0.5):
+            verdict = acceptance.offer(rollouts.pop())
+            waiting += [verdict.unscored] if verdict.unscored is not None else []
+        else:
+            unscored = waiting.pop(order.randrange(len(waiting)))
+            failed = unscored.key[2:] == (1, 1)
+            outcome = acceptance.scored(unscored.key, RewardError("x") if failed else float(unscored.token_ids[0]))
+            assert outcome.outcome == (OUTCOME_DROPPED if failed else OUTCOME_ACCEPTED)
+    counts = acceptance.close(BATCH).counts
+    assert (counts.trained, counts.duplicate, counts.dropped["infrastructure"]) == (8, 9, 1)

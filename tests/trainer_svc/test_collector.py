@@ -1,4 +1,5 @@
 import threading
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import pytest
@@ -11,9 +12,17 @@ from streamrl.v1.sample_pb2 import FINISH_REASON_STOP, LOGPROB_MODE_PROCESSED, V
 from streamrl.v1.scheduler_pb2 import AbandonedSample, SampleOutcome
 from trainer_svc.acceptance import Acceptance, AcceptanceRules
 from trainer_svc.collector import Collector
+from trainer_svc.reward_input import RewardError
+from trainer_svc.rewards import RewardScore
 
 WAIT_S = 20.0
 FIRST, SECOND = BatchKey(PURPOSE_TRAIN, 0), BatchKey(PURPOSE_TRAIN, 1)
+
+
+def scored(reward: float) -> "Future[RewardScore]":
+    future: Future[RewardScore] = Future()
+    future.set_result(RewardScore(reward, {}))
+    return future
 
 
 class SomePrompt:
@@ -26,9 +35,13 @@ class Edges:
     def __init__(self, **rules: Any) -> None:
         self.outcomes: list[SampleOutcome] = []
         self.dead_letters: list[tuple[Record, str]] = []
-        acceptance = Acceptance(AcceptanceRules(attempt=1, max_staleness=1, **rules), self._score)
+        self.unscored: dict[int, list[Future[RewardScore]]] = {}
+        """By first token, of answers whose first token is 100 or more: they are scored when the test says so."""
         self.collector = Collector(
-            acceptance,
+            Acceptance(
+                AcceptanceRules(**{"attempt": 1, "max_staleness": 1, **rules}), shared_version=lambda _earlier: 5
+            ),
+            score=self._score,
             report=self.outcomes.append,
             dead_letter=lambda record, reason: self.dead_letters.append((record, reason)),
             refill=self._refill,
@@ -39,9 +52,12 @@ class Edges:
     def _refill(self, key: BatchKey) -> None:
         self.collector.extend(key, SomePrompt())
 
-    @staticmethod
-    def _score(_prompt: Any, token_ids: Any, _truncated: bool) -> float:
-        return float(token_ids[0])
+    def _score(self, _prompt: Any, token_ids: Any, _truncated: bool) -> "Future[RewardScore]":
+        if token_ids[0] < 100:
+            return scored(float(token_ids[0]))
+        future: Future[RewardScore] = Future()
+        self.unscored.setdefault(token_ids[0], []).append(future)
+        return future
 
 
 def record(value: bytes, offset: int, partition: int = 0) -> Record:
@@ -154,3 +170,55 @@ def test_a_scheduler_that_forgot_is_told_outcomes_of_open_batches_and_closed_one
     outcomes, closed = collector.known_outcomes()
     assert ([outcome.id.batch for outcome in outcomes], closed) == ([1], [FIRST])
     assert collector.waiting_rollouts() == 1
+
+
+def test_a_slow_reward_holds_up_its_own_sample_only() -> None:
+    edges = Edges()
+    collector = edges.collector
+    collector.on_records([record(rollout(FIRST, 0, 0, reward=100), 0), record(rollout(FIRST, 0, 1), 1)])
+    collector.on_records([record(rollout(FIRST, 1, sample), 2 + sample) for sample in (0, 1)])
+    # A second copy is one, though the first has no outcome yet; and what has come is not given up.
+    collector.on_records([record(rollout(FIRST, 0, 0, reward=101), 4)])
+    collector.on_abandoned([AbandonedSample(id=SampleKey(*FIRST, 0, 0).to_proto(), reason="gone")])
+    taken = collector.take(FIRST, lambda batch: batch.settled_tokens > 0, timeout_s=0)
+    assert taken is not None
+    assert [group.index for group in taken.groups] == [1]
+    assert str(collector.progress(FIRST)) == "3 of 4, 1 wait for their reward"
+    waiting = threading.Thread(target=lambda: collector.wait_complete(FIRST, WAIT_S))
+    waiting.start()
+    edges.unscored[100][0].set_result(RewardScore(0.5, {}))
+    waiting.join(WAIT_S)
+    batch = collector.close(FIRST)
+    assert (batch.counts.trained, batch.counts.duplicate, batch.counts.balanced) == (4, 1, True)
+    assert len(edges.outcomes) == 4
+
+
+def test_a_reward_that_fails_costs_its_sample_and_one_that_is_cancelled_nothing() -> None:
+    edges = Edges()
+    collector = edges.collector
+    collector.on_records([record(rollout(FIRST, 0, sample, reward=100 + sample), sample) for sample in (0, 1)])
+    edges.unscored[100][0].set_exception(RewardError("it hung"))
+    edges.unscored[101][0].set_exception(CancelledError())
+    assert [(outcome.id.sample, outcome.reason) for outcome in edges.outcomes] == [(0, "infrastructure: it hung")]
+    assert str(collector.progress(FIRST)) == "1 of 4, 1 wait for their reward"
+    collector.check()
+
+
+def test_a_mistake_of_ours_in_scoring_ends_the_wait_of_who_waits() -> None:
+    edges = Edges()
+    edges.collector.on_records([record(rollout(FIRST, 0, 0, reward=100), 0)])
+    edges.unscored[100][0].set_exception(TypeError("a mistake"))
+    with pytest.raises(TypeError, match="a mistake"):
+        edges.collector.check()
+
+
+def test_what_an_earlier_attempt_left_is_scored_before_anything_is_asked_for_again() -> None:
+    edges = Edges(attempt=2)
+    edges.collector.begin({0: 0}, {0: 1})
+    edges.collector.on_records([record(rollout(FIRST, 0, 0, reward=100), 0)])
+    ended: list[bool] = []
+    waiting = threading.Thread(target=lambda: ended.append(edges.collector.wait_read({0: 1}, WAIT_S)))
+    waiting.start()
+    edges.unscored[100][0].set_result(RewardScore(1.0, {}))
+    waiting.join(WAIT_S)
+    assert ended == [True]

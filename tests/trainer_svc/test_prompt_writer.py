@@ -1,11 +1,16 @@
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+import pytest
 
 from streamrl.identity import PURPOSE_EVALUATION, PURPOSE_TRAIN, BatchKey
 from streamrl.v1.records_pb2 import PromptRecord
 from streamrl.v1.sample_pb2 import SamplingSettings
 from trainer_svc.prompt_cursor import CursorState
+from trainer_svc.prompt_selection import Selection, SelectionRules, SelectionState
 from trainer_svc.prompt_writer import BatchShape, PromptWriter
 
 
@@ -41,7 +46,14 @@ class Topic:
         ends = [record.batch_end for record in self.records if record.WhichOneof("kind") == "batch_end"]
         return [(end.purpose, end.batch, end.num_groups) for end in ends]
 
-    def writer(self, *, max_staleness: int = 1, num_iterations: int = 4, first_batch: int = 0) -> PromptWriter:
+    def writer(
+        self,
+        *,
+        max_staleness: int = 1,
+        num_iterations: int = 4,
+        first_batch: int = 0,
+        selection: Selection | None = None,
+    ) -> PromptWriter:
         return PromptWriter(
             self,  # type: ignore[arg-type]
             "prompts",
@@ -54,6 +66,7 @@ class Topic:
             extend_batch=self.extend,
             is_complete=lambda key: key in self.complete,
             first_batch=first_batch,
+            selection=selection,
         )
 
 
@@ -165,3 +178,38 @@ def test_an_attempt_that_takes_a_batch_up_again_refills_it_with_the_same_prompts
     assert again.records == []
     later.write_ahead(0)
     assert again.ends() == [(PURPOSE_TRAIN, 0, 2), (PURPOSE_TRAIN, 1, 6)]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_run_that_goes_on_draws_the_same_prompts_whatever_batches_have_shown(max_staleness: int) -> None:
+    levels = np.array([0, 0, 0, 1, 1])
+    rules = SelectionRules(
+        delay=max_staleness + 1, easy_pass_rate=1.0, rest_iterations=3, level_accuracy=0.4, level_iterations=2
+    )
+    num_iterations = 9
+
+    def rewards(key: BatchKey, ids: list[str]) -> list[list[float]]:
+        return [[float((key.batch + int(name[1]) + sample) % 3 > 0) for sample in range(3)] for name in ids]
+
+    def train(first: int, cursor: dict[str, Any], shown: dict[str, Any]) -> tuple[dict[int, list[str]], list[Any]]:
+        """What was drawn for each batch, and the states at the end of each iteration."""
+        topic = Topic()
+        selection = Selection(rules, SelectionState.from_json(shown), levels)
+        writer = topic.writer(
+            max_staleness=max_staleness, num_iterations=num_iterations, first_batch=first, selection=selection
+        )
+        writer._cursor = CursorState.from_json(cursor, len(PROMPTS))
+        states = []
+        for iteration in range(first, num_iterations):
+            writer.write_ahead(iteration)
+            key, ids, _, _ = topic.opened[iteration - first]
+            writer.observe(key, rewards(key, ids))
+            states.append((writer.cursor_before(iteration + 1).to_json(), writer.selection_state()))
+        assert set(writer.figures()) == {"data/epoch", "data/level", "data/left_out"}
+        return {key.batch: ids for key, ids, _, _ in topic.opened}, states
+
+    drawn, states = train(0, CursorState(0, len(PROMPTS)).to_json(), {})
+    assert states[-1][1]["rests"] and states[-1][1]["level_starts"]
+    for iteration, (cursor, shown) in enumerate(states[:-1], start=1):
+        again, _ = train(iteration, cursor, json.loads(json.dumps(shown)))
+        assert again == {batch: ids for batch, ids in drawn.items() if batch >= iteration}

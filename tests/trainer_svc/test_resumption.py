@@ -1,6 +1,7 @@
 """What an attempt begins with, and that what it takes from a topic makes no difference to what is trained."""
 
 import random
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,20 @@ from streamrl.identity import PURPOSE_TRAIN, BatchKey, SampleKey
 from streamrl.kafka.reader import Record
 from streamrl.v1.records_pb2 import ROLLOUT_STATUS_OK, Rollout
 from streamrl.v1.sample_pb2 import FINISH_REASON_STOP, LOGPROB_MODE_PROCESSED, VersionSpan
-from trainer_svc.acceptance import Acceptance, AcceptanceRules
+from trainer_svc.acceptance import Acceptance, AcceptanceRules, Verdict
 from trainer_svc.ancestry import INITIAL_MODEL, Origin, read_origins, shared_version
 from trainer_svc.collector import Collector
 from trainer_svc.resumption import begin, keep_tracker_run, newest_checkpoint, tracker_run
+from trainer_svc.rewards import RewardScore
 from trainer_svc.settings import TrainerSettings
 
 PROMPTS, SAMPLES, STALENESS = 2, 2, 1
+
+
+def scored(reward: float) -> "Future[RewardScore]":
+    future: Future[RewardScore] = Future()
+    future.set_result(RewardScore(reward, {}))
+    return future
 
 
 @dataclass(frozen=True)
@@ -148,11 +156,11 @@ class World:
         line = {iteration: weights}
         acceptance = Acceptance(
             AcceptanceRules(attempt=number, max_staleness=STALENESS),
-            lambda _prompt, token_ids, _truncated: float(token_ids[0] % 2),
             shared_version=lambda earlier: shared_version(self.origins, earlier, number),
         )
         collector = Collector(
             acceptance,
+            score=lambda _prompt, token_ids, _truncated: scored(float(token_ids[0] % 2)),
             report=lambda _outcome: None,
             dead_letter=lambda _record, _reason: None,
             refill=lambda _key: None,
@@ -264,11 +272,13 @@ def _assert_nothing_valid_was_generated_again(world: World) -> None:
 
 
 def test_a_rollout_that_an_old_process_writes_later_is_refused() -> None:
-    acceptance = Acceptance(
-        AcceptanceRules(attempt=2, max_staleness=1), lambda *_: 1.0, shared_version=lambda _earlier: 5
-    )
+    acceptance = Acceptance(AcceptanceRules(attempt=2, max_staleness=1), shared_version=lambda _earlier: 5)
     collector = Collector(
-        acceptance, report=lambda _outcome: None, dead_letter=lambda _record, _reason: None, refill=lambda _key: None
+        acceptance,
+        score=lambda *_: scored(1.0),
+        report=lambda _outcome: None,
+        dead_letter=lambda _record, _reason: None,
+        refill=lambda _key: None,
     )
     collector.begin({0: 0}, {0: 1})
     collector.open(BatchKey(PURPOSE_TRAIN, 5), [SomePrompt()], 2)
@@ -289,7 +299,7 @@ def test_a_rollout_that_an_old_process_writes_later_is_refused() -> None:
 
 
 def test_what_was_there_under_this_attempts_own_number_is_of_another_run() -> None:
-    acceptance = Acceptance(AcceptanceRules(attempt=1, max_staleness=1), lambda *_: 1.0)
+    acceptance = Acceptance(AcceptanceRules(attempt=1, max_staleness=1))
     acceptance.open(BatchKey(PURPOSE_TRAIN, 0), [SomePrompt()], 1)
     rollout = Rollout(
         attempt=1,
@@ -301,5 +311,5 @@ def test_what_was_there_under_this_attempts_own_number_is_of_another_run() -> No
         status=ROLLOUT_STATUS_OK,
         finish_reason=FINISH_REASON_STOP,
     )
-    assert acceptance.offer(rollout, was_there=True).outcome is None
+    assert acceptance.offer(rollout, was_there=True) == Verdict(None)
     assert not acceptance.batch(BatchKey(PURPOSE_TRAIN, 0)).answers
