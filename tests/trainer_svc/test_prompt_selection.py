@@ -47,9 +47,9 @@ def test_the_next_level_begins_when_enough_of_the_last_answers_are_right() -> No
         levels.append(state.level(batch))
         groups = [(0, [1.0] * round(4 * accuracy) + [0.0] * round(4 - 4 * accuracy))]
         state = observe(state, rules, batch, groups, num_levels=3)
-    # Batches 3 and 4 made .75, and 5 was of level 0 still; 6 and 7 made 1, and there is no level 3.
-    assert state.level_starts == (6, 9)
-    assert levels == [0, 0, 0, 0, 0, 0, 1, 1, 1, 2]
+    # Batches 2 and 3 made .75, and 4 was of level 0 still; 6 and 7 made 1.
+    assert state.level_starts == (5, 9)
+    assert levels == [0, 0, 0, 0, 0, 1, 1, 1, 1, 2]
 
 
 def test_a_level_alone_is_drawn_from_and_never_less_than_one() -> None:

@@ -189,7 +189,7 @@ def test_a_run_that_goes_on_draws_the_same_prompts_whatever_batches_have_shown(m
     num_iterations = 9
 
     def rewards(key: BatchKey, ids: list[str]) -> list[list[float]]:
-        return [[float((key.batch + int(name[1]) + sample) % 3 > 0) for sample in range(3)] for name in ids]
+        return [[float((7 * key.batch + 5 * int(name[1])) % 4 > sample) for sample in range(3)] for name in ids]
 
     def train(first: int, cursor: dict[str, Any], shown: dict[str, Any]) -> tuple[dict[int, list[str]], list[Any]]:
         """What was drawn for each batch, and the states at the end of each iteration."""
