@@ -336,6 +336,7 @@ def policy_loss(
     if off_policy.weight is not None:
         losses = losses * off_policy.weight(importance, objective.importance_limit)
     reference = None
+    assert objective.kl is None or tokens.reference_logprobs is not None, "samples without reference log-probs"
     if tokens.reference_logprobs is not None:
         reference = torch.where(trained, tokens.reference_logprobs, present)
         if objective.kl is not None:
