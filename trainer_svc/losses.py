@@ -347,7 +347,8 @@ def policy_loss(
         limited = (importance > limit) | (importance < 1 / limit)
         absolute = (present - behaviour).abs()
         own = trained & tokens.own_version
-        own_absolute = absolute * own
+        # The policy at the batch's start is the one that drew them.
+        own_absolute = (proximal - behaviour).abs() * own
         behaviour_kl = kl_k3(behaviour, present)
         reference_kl = kl_k3(present, reference).sum() if reference is not None else loss.new_zeros(())
         above, below = ratio > 1 + clip.high, ratio < 1 - clip.low
@@ -369,7 +370,7 @@ def policy_loss(
                 absolute.sum(),
                 own.sum(),
                 own_absolute.sum(),
-                (behaviour_kl * own).sum(),
+                (kl_k3(behaviour, proximal) * own).sum(),
             ]
         )
         maxima = torch.stack([absolute.max(), own_absolute.max()])

@@ -17,7 +17,9 @@ from streamrl.v1.sample_pb2 import (
     VersionSpan,
 )
 from streamrl.v1.scheduler_pb2 import OUTCOME_ACCEPTED, OUTCOME_DROPPED, OUTCOME_REJECTED
-from trainer_svc.acceptance import Acceptance, AcceptanceRules, BatchIntake, parse_rollout
+from trainer_svc.acceptance import Acceptance, parse_rollout
+from trainer_svc.batch_intake import BatchIntake
+from trainer_svc.groups import AcceptanceRules
 
 BATCH = BatchKey(PURPOSE_TRAIN, 3)
 

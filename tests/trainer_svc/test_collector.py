@@ -9,8 +9,9 @@ from streamrl.kafka.reader import Record
 from streamrl.v1.records_pb2 import ROLLOUT_STATUS_OK, Rollout
 from streamrl.v1.sample_pb2 import FINISH_REASON_STOP, LOGPROB_MODE_PROCESSED, VersionSpan
 from streamrl.v1.scheduler_pb2 import AbandonedSample, SampleOutcome
-from trainer_svc.acceptance import Acceptance, AcceptanceRules
+from trainer_svc.acceptance import Acceptance
 from trainer_svc.collector import Collector
+from trainer_svc.groups import AcceptanceRules
 
 WAIT_S = 20.0
 FIRST, SECOND = BatchKey(PURPOSE_TRAIN, 0), BatchKey(PURPOSE_TRAIN, 1)

@@ -6,9 +6,10 @@ from streamrl.kafka.reader import Record
 from streamrl.v1.records_pb2 import ROLLOUT_STATUS_OK, Rollout
 from streamrl.v1.sample_pb2 import FINISH_REASON_STOP, VersionSpan
 from streamrl.v1.scheduler_pb2 import AbandonedSample
-from trainer_svc.acceptance import Acceptance, AcceptanceRules
+from trainer_svc.acceptance import Acceptance
 from trainer_svc.collector import Collector
 from trainer_svc.evaluation import Evaluations
+from trainer_svc.groups import AcceptanceRules
 from trainer_svc.lineage import EvaluationResult
 
 
@@ -37,7 +38,9 @@ def evaluations(every: int = 2, first_version: int = 0, left: Sequence[int] = (0
     acceptance = Acceptance(
         AcceptanceRules(attempt=1, max_staleness=1), lambda _prompt, token_ids, _truncated: float(token_ids[0] == 1)
     )
-    collector = Collector(acceptance, report=lambda _outcome: None, dead_letter=lambda _record, _reason: None)
+    collector = Collector(
+        acceptance, report=lambda _outcome: None, dead_letter=lambda _record, _reason: None, refill=lambda _key: None
+    )
     writer: Any = Writer(collector)
     return (
         Evaluations(

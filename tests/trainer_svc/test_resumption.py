@@ -14,9 +14,10 @@ from streamrl.identity import PURPOSE_TRAIN, BatchKey, SampleKey
 from streamrl.kafka.reader import Record
 from streamrl.v1.records_pb2 import ROLLOUT_STATUS_OK, Rollout
 from streamrl.v1.sample_pb2 import FINISH_REASON_STOP, LOGPROB_MODE_PROCESSED, VersionSpan
-from trainer_svc.acceptance import Acceptance, AcceptanceRules
+from trainer_svc.acceptance import Acceptance
 from trainer_svc.ancestry import INITIAL_MODEL, Origin, read_origins, shared_version
 from trainer_svc.collector import Collector
+from trainer_svc.groups import AcceptanceRules
 from trainer_svc.resumption import begin, keep_tracker_run, newest_checkpoint, tracker_run
 from trainer_svc.settings import TrainerSettings
 
