@@ -102,6 +102,7 @@ class PromptWriter:
         self._next_batch = first_batch
         self._cursors: dict[int, CursorState] = {}
         self._asked: dict[BatchKey, _Asked] = {}
+        self._ended = False
         self._lock = threading.RLock()
 
     def open_ahead(self, iteration: int) -> None:
@@ -153,12 +154,14 @@ class PromptWriter:
             prompt = next(asked.refills)
             self._extend_batch(key, prompt)
             asked.prompts.append(prompt)
-            if asked.written:
+            if asked.written and not self._ended:
                 self._write(key, asked, first_group=len(asked.prompts) - 1)
 
     def end_run(self) -> None:
-        """No further prompts will be written."""
-        self._send(PromptRecord(run_end=RunEnd()))
+        """No further prompts will be written, refills of what is under way included."""
+        with self._lock:
+            self._ended = True
+            self._send(PromptRecord(run_end=RunEnd()))
 
     def cursor_before(self, batch: int) -> CursorState:
         """What a batch was, or would be, drawn from; batches before it are forgotten."""
