@@ -170,7 +170,7 @@ def _arrivals(groups: list[SettledGroup], random: Any) -> list[Intake]:
 
 
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_any_order_of_arrival_has_the_steps_of_the_batch_at_once(algorithm: str, data: Any) -> None:
     case = data.draw(_cases(algorithm))
