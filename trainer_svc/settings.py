@@ -44,7 +44,7 @@ class TrainerSection(Section):
     algorithm is published with (0.2; gspo 0.0003; cispo 1, no lower bound)."""
     clip_ratio_high: PositiveFloat | None = None
     """The same for the upper bound alone. Left out: `clip_ratio`, or if that is left out too what the algorithm is
-    published with (0.2; gspo 0.0004; cispo 4)."""
+    published with (0.2; dapo 0.28; gspo 0.0004; cispo 4)."""
     off_policy: Literal["auto", "ratio", "truncated", "masked", "none"] = "auto"
     """What is done about tokens that an older version drew, or that the generator sees a little differently. ratio: the
     clipped ratio is to the generator's log-probs. truncated: it is to the policy at the batch's start (decoupled PPO),
