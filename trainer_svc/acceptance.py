@@ -19,8 +19,8 @@ The thread that feeds it is trainer_svc/collector.py.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
@@ -30,18 +30,11 @@ from streamrl.staleness import staleness
 from streamrl.v1.records_pb2 import ROLLOUT_STATUS_FAILED, ROLLOUT_STATUS_OK, Rollout
 from streamrl.v1.sample_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, LOGPROB_MODE_PROCESSED
 from streamrl.v1.scheduler_pb2 import OUTCOME_ACCEPTED, OUTCOME_DROPPED, OUTCOME_REJECTED, SampleOutcome
-from trainer_svc.advantages import TRAINS_TRUNCATED, overlong_penalty, rewards_are_equal
+from trainer_svc.batch_intake import BatchIntake, PromptOfGroup
+from trainer_svc.groups import AcceptanceRules, Answer, ScoredSample, SettledGroup, judge_group
 from trainer_svc.microbatches import TrainSample
 from trainer_svc.reward_input import RewardError
 from trainer_svc.rollout_counts import DropReason, RolloutCounts
-
-
-class PromptOfGroup(Protocol):
-    """What is needed to know of a prompt here; data.py's prompts are more."""
-
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-
 
 SharedVersion = Callable[[int], int]
 """The newest weight version that an earlier attempt has in common with this one; -1: none."""
@@ -50,92 +43,6 @@ SharedVersion = Callable[[int], int]
 def no_earlier_attempt(_attempt: int) -> int:
     """The shared version of any attempt with the first one."""
     return -1
-
-
-@dataclass(frozen=True)
-class AcceptanceRules:
-    """The settings that decide here."""
-
-    attempt: int
-    max_staleness: int
-    min_samples: int = 2
-    """Of a group: with fewer there is nothing to learn from it."""
-    truncated: Literal["train", "mask"] = "train"
-    incomplete_groups: Literal["train", "drop"] = "train"
-    max_refills: int = 0
-    """Of a batch; 0: groups without spread are kept."""
-    max_tokens: int = 0
-    overlong_buffer_tokens: int = 0
-    """0: no answer is too long."""
-    overlong_penalty: float = 0.0
-    """Most that an answer loses for its length."""
-
-    def penalty(self, answer: "Answer") -> float:
-        """What an answer's reward loses for its length before it is learned from."""
-        share = overlong_penalty(len(answer.token_ids), self.max_tokens, self.overlong_buffer_tokens)
-        return self.overlong_penalty * share
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """An accepted rollout with its reward."""
-
-    key: SampleKey
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[tuple[int, int]]
-    """Weight version and number of tokens of each stretch."""
-    reward: float
-    """Of the task."""
-    truncated: bool
-    staleness: int
-    instance: str
-    generation_s: float
-    """From its first token's step to its last, by the instance's clock."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredSample:
-    """A sample of a settled group."""
-
-    sample: TrainSample
-    """Without its advantage."""
-    reward: float
-    """That is learned from."""
-    trained: bool
-    """False: only its reward counts."""
-
-
-@dataclass(frozen=True, slots=True)
-class SettledGroup:
-    """A group in which every sample has an outcome, and which takes part in the step."""
-
-    samples: tuple[ScoredSample, ...]
-    """In their order."""
-
-    @property
-    def index(self) -> int:
-        return self.samples[0].sample.identity[1]
-
-    @property
-    def rewards(self) -> list[float]:
-        return [scored.reward for scored in self.samples]
-
-    @property
-    def trained(self) -> list[TrainSample]:
-        return [scored.sample for scored in self.samples if scored.trained]
-
-
-@dataclass(frozen=True, slots=True)
-class Intake:
-    """What came of a batch since it was last asked for."""
-
-    arrived: Sequence[TrainSample]
-    """Of every answer that was accepted, at once."""
-    groups: Sequence[SettledGroup]
-    """All of whose samples have arrived."""
-    complete: bool
-    """Nothing more will come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,112 +65,6 @@ class Verdict:
     """Why the record could not be handled; empty when it could."""
     unscored: Unscored | None = None
     """To be scored: only then is there an outcome."""
-
-
-@dataclass(slots=True)
-class BatchIntake:
-    """One open batch."""
-
-    key: BatchKey
-    prompts: Sequence[PromptOfGroup]
-    samples_per_prompt: int
-    answers: dict[SampleKey, Answer] = field(default_factory=dict)
-    unscored: dict[SampleKey, tuple[Answer, bool]] = field(default_factory=dict)
-    """Those whose reward is not there yet (it stands as NaN), and whether they are of an earlier attempt."""
-    outcomes: dict[SampleKey, SampleOutcome] = field(default_factory=dict)
-    counts: RolloutCounts = field(default_factory=RolloutCounts)
-    rejected: int = 0
-    """Rollouts that failed and were to come again."""
-    given_up: set[SampleKey] = field(default_factory=set)
-    """Samples that the scheduler gave up and that have not come after all."""
-    dropped_lengths: list[int] = field(default_factory=list)
-    """Answer tokens of each rollout that came and was dropped."""
-    open_groups: dict[int, int] = field(default_factory=dict)
-    """Group to how many of its samples have no outcome yet."""
-    overlong_penalties: list[float] = field(default_factory=list)
-    """Of the answers of settled groups, where there is a penalty."""
-    equal_groups: int = 0
-    """Groups whose answers all had the same reward."""
-    num_refills: int = 0
-    """Prompts that were asked for in place of others, those that are not written yet included."""
-    missing_refills: int = 0
-    """Those of them that `extend` has not brought yet."""
-    samples: dict[SampleKey, TrainSample] = field(default_factory=dict)
-    """Of every answer, in a training batch."""
-    trained: list[TrainSample] = field(default_factory=list)
-    """Those of settled groups that take part in the step."""
-    arrived: list[TrainSample] = field(default_factory=list)
-    groups: list[SettledGroup] = field(default_factory=list)
-    """Settled, with something to train. Both were not taken yet."""
-    early: dict[int, list[Rollout]] = field(default_factory=dict)
-    """Rollouts that an earlier attempt left of refills that this one has not asked for yet, by group."""
-
-    def __post_init__(self) -> None:
-        self.open_groups = dict.fromkeys(range(len(self.prompts)), self.samples_per_prompt)
-        self.counts = replace(self.counts, expected=self.num_samples)
-
-    @property
-    def num_samples(self) -> int:
-        return len(self.prompts) * self.samples_per_prompt
-
-    @property
-    def num_resolved(self) -> int:
-        """Samples that have an outcome."""
-        return len(self.outcomes)
-
-    @property
-    def complete(self) -> bool:
-        """Every sample has an outcome, and no group is missing."""
-        return not self.open_groups and not self.missing_refills
-
-    @property
-    def arrived_tokens(self) -> int:
-        """Of samples that were not taken yet, prompts included."""
-        return sum(sample.num_tokens for sample in self.arrived)
-
-    @property
-    def settled_tokens(self) -> int:
-        """Of trained samples of groups with spread that were not taken yet, prompts included."""
-        return sum(
-            sample.num_tokens
-            for group in self.groups
-            if not rewards_are_equal(group.rewards)
-            for sample in group.trained
-        )
-
-    @property
-    def reward_mean(self) -> float | None:
-        """Of all accepted answers; None: there are none."""
-        rewards = [answer.reward for answer in self.answers.values()]
-        return math.fsum(rewards) / len(rewards) if rewards else None
-
-    @property
-    def trained_staleness_max(self) -> int:
-        """The largest staleness among samples that take part in the step."""
-        trained = (self.answers[SampleKey(self.key.purpose, *sample.identity)] for sample in self.trained)
-        return max((answer.staleness for answer in trained), default=0)
-
-    def take(self) -> Intake:
-        """What has come; it is not handed out again."""
-        taken = Intake(self.arrived, self.groups, self.complete)
-        self.arrived, self.groups = [], []
-        return taken
-
-    def holds(self, key: SampleKey) -> bool:
-        return 0 <= key.group < len(self.prompts) and 0 <= key.sample < self.samples_per_prompt
-
-    def has(self, key: SampleKey) -> bool:
-        """Whether a sample has come, or is known not to come."""
-        return key in self.outcomes or key in self.unscored
-
-    def group_rewards(self) -> list[list[float]]:
-        """Of the answers to each prompt, as the task gives them."""
-        return [[answer.reward for answer in self.group_answers(group)] for group in range(len(self.prompts))]
-
-    def group_answers(self, group: int) -> list[Answer]:
-        """The answers of a group, by sample."""
-        keys = (SampleKey(*self.key, group, sample) for sample in range(self.samples_per_prompt))
-        return [self.answers[key] for key in keys if key in self.answers]
 
 
 class Acceptance:
@@ -540,38 +341,6 @@ class Acceptance:
         batch.counts = replace(batch.counts, trained=batch.counts.trained + len(settled.trained))
         batch.trained += settled.trained
         batch.groups.append(settled)
-
-
-@dataclass(frozen=True, slots=True)
-class GroupVerdict:
-    """What becomes of the answers of a group in which every sample has an outcome."""
-
-    compared: Sequence[tuple[Answer, bool]]
-    """Those whose rewards count, and whether they are trained."""
-    dropped: Sequence[tuple[DropReason, Answer]]
-    rewards_are_equal: bool = False
-    """By the task."""
-    wants_refill: bool = False
-    """It says nothing about which answer is better, and such groups are replaced."""
-
-
-def judge_group(answers: Sequence[Answer], num_asked: int, rules: AcceptanceRules) -> GroupVerdict:
-    """Applies the policies for incomplete groups, groups without spread, and truncated answers.
-
-    Args:
-        answers: those that were accepted.
-        num_asked: samples of the group that were asked for.
-    """
-    filtered: list[tuple[DropReason, Answer]] = [("filtered", answer) for answer in answers]
-    incomplete = len(answers) < num_asked
-    if len(answers) < rules.min_samples or (incomplete and rules.incomplete_groups == "drop"):
-        return GroupVerdict([], filtered)
-    equal = len(answers) > 1 and rewards_are_equal([answer.reward for answer in answers])
-    if equal and rules.max_refills:
-        return GroupVerdict([], filtered, rewards_are_equal=True, wants_refill=True)
-    compared = [(answer, not answer.truncated or TRAINS_TRUNCATED[rules.truncated]) for answer in answers]
-    dropped: list[tuple[DropReason, Answer]] = [("truncated", answer) for answer, trained in compared if not trained]
-    return GroupVerdict(compared, dropped, equal)
 
 
 def check_consistency(rollout: Rollout) -> None:

@@ -126,5 +126,6 @@ TRAINS_TRUNCATED: Mapping[str, bool] = {"train": True, "mask": False}
 """By `trainer.truncated`, what becomes of an answer that was cut at `max_tokens`.
 
 `train`: trained with the reward it got. `mask`: neither in the loss nor in its denominator, counted as
-dropped.truncated. Its reward counts in its group's mean and deviation either way: the prompt was that hard.
+dropped.truncated. Its reward counts in its group's mean and deviation either way: the prompt was that hard. What is
+normalised over a batch is so over trained tokens alone.
 """

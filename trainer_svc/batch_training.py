@@ -18,10 +18,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trainer_svc.acceptance import BatchIntake, Intake, SettledGroup
 from trainer_svc.advantages import generalised_advantages, normalised
 from trainer_svc.algorithms import Algorithm
+from trainer_svc.batch_intake import BatchIntake, Intake
 from trainer_svc.critic import CriticStats
+from trainer_svc.groups import SettledGroup
 from trainer_svc.losses import Aggregation, KlEstimator
 from trainer_svc.microbatches import TrainSample, loss_count
 from trainer_svc.policy import StepStats
@@ -193,7 +194,9 @@ class BatchTraining:
         else:
             samples = recipe.batch_samples(sorted(self._groups, key=lambda group: group.index))
         policy, critic = [], []
-        for mini_batch in recipe.mini_batches(samples):
+        for number, mini_batch in enumerate(recipe.mini_batches(samples)):
+            if number > 0:
+                mini_batch = [_of_another_version(sample) for sample in mini_batch]
             count = loss_count(mini_batch, recipe.aggregation)
             if not self._warms_up:
                 self._learner.accumulate(recipe.worth_a_pass(mini_batch))
@@ -209,3 +212,11 @@ class BatchTraining:
         return SettledGroup(
             tuple(replace(scored, sample=self._prepared.pop(scored.sample.identity)) for scored in group.samples)
         )
+
+
+def _of_another_version(sample: TrainSample) -> TrainSample:
+    """After a step the policy is not the one any more that drew a sample: where that one's log-probs were not kept,
+    nothing can be said of how well they agree."""
+    if sample.proximal_logprobs is not None:
+        return sample
+    return replace(sample, own_version=[False] * len(sample.own_version))

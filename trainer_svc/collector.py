@@ -18,7 +18,8 @@ from streamrl.errors import RecordError
 from streamrl.identity import BatchKey, SampleKey
 from streamrl.kafka.reader import Record
 from streamrl.v1.scheduler_pb2 import AbandonedSample, SampleOutcome
-from trainer_svc.acceptance import Acceptance, BatchIntake, Intake, PromptOfGroup, Verdict, parse_rollout
+from trainer_svc.acceptance import Acceptance, Verdict, parse_rollout
+from trainer_svc.batch_intake import BatchIntake, Intake, PromptOfGroup
 from trainer_svc.reward_input import RewardError
 from trainer_svc.rewards import RewardScore
 from trainer_svc.rollout_counts import RolloutCounts

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trainer_svc.acceptance import Answer, BatchIntake
+    from trainer_svc.batch_intake import BatchIntake
     from trainer_svc.critic import CriticStats
+    from trainer_svc.groups import Answer
     from trainer_svc.policy import StepStats
 
 

@@ -16,7 +16,7 @@ from streamrl.kafka.topics import Topics, create_topics
 from streamrl.spans import SpanLog
 from streamrl.v1.sample_pb2 import SamplingSettings
 from streamrl.v1.weights_pb2 import ModelFile
-from trainer_svc.acceptance import Acceptance, AcceptanceRules, SharedVersion
+from trainer_svc.acceptance import Acceptance, SharedVersion
 from trainer_svc.algorithms import ALGORITHMS
 from trainer_svc.answer_table import AnswerTable
 from trainer_svc.assembly import recipe_of
@@ -28,6 +28,7 @@ from trainer_svc.final_model import save_final_model
 from trainer_svc.fleet_figures import BusyMeter
 from trainer_svc.fleet_phase import FleetPhases
 from trainer_svc.fleet_watch import FleetWatch
+from trainer_svc.groups import AcceptanceRules
 from trainer_svc.learner import Learner
 from trainer_svc.lineage import TrainerState
 from trainer_svc.outcome_reporter import OutcomeReporter

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer_svc.losses import MAX_NAMES, SUM_NAMES, PolicyObjective, policy_loss, token_logprobs
+from trainer_svc.losses import MAX_NAMES, SUM_NAMES, PolicyObjective, policy_loss
 from trainer_svc.microbatches import MicroBatch, attention_mask, empty_micro_batch
 from trainer_svc.rows import row_cost_of
 from trainer_svc.sharded_model import OptimizerRules, ShardedModel, Sharding
+from trainer_svc.token_logprobs import token_logprobs
 
 
 @dataclass(frozen=True, slots=True)

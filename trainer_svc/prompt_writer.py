@@ -112,6 +112,7 @@ class PromptWriter:
         self._selection = selection or Selection(SelectionRules(delay=shape.max_staleness + 1))
         self._cursors: dict[int, CursorState] = {}
         self._asked: dict[BatchKey, _Asked] = {}
+        self._ended = False
         self._lock = threading.RLock()
 
     def open_ahead(self, iteration: int) -> None:
@@ -167,7 +168,7 @@ class PromptWriter:
             asked.indices.append(index)
             self._extend_batch(key, prompt)
             asked.prompts.append(prompt)
-            if asked.written:
+            if asked.written and not self._ended:
                 self._write(key, asked, first_group=len(asked.prompts) - 1)
 
     def observe(self, key: BatchKey, rewards: Sequence[Sequence[float]]) -> None:
@@ -194,8 +195,10 @@ class PromptWriter:
             return self._selection.state.to_json()
 
     def end_run(self) -> None:
-        """No further prompts will be written."""
-        self._send(PromptRecord(run_end=RunEnd()))
+        """No further prompts will be written, refills of what is under way included."""
+        with self._lock:
+            self._ended = True
+            self._send(PromptRecord(run_end=RunEnd()))
 
     def cursor_before(self, batch: int) -> CursorState:
         """What a batch was, or would be, drawn from; batches before it are forgotten."""

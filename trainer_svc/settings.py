@@ -44,7 +44,7 @@ class TrainerSection(Section):
     algorithm is published with (0.2; gspo 0.0003; cispo 1, no lower bound)."""
     clip_ratio_high: PositiveFloat | None = None
     """The same for the upper bound alone. Left out: `clip_ratio`, or if that is left out too what the algorithm is
-    published with (0.2; gspo 0.0004; cispo 4)."""
+    published with (0.2; dapo 0.28; gspo 0.0004; cispo 4)."""
     off_policy: Literal["auto", "ratio", "truncated", "masked", "none"] = "auto"
     """What is done about tokens that an older version drew, or that the generator sees a little differently. ratio: the
     clipped ratio is to the generator's log-probs. truncated: it is to the policy at the batch's start (decoupled PPO),
@@ -56,7 +56,9 @@ class TrainerSection(Section):
     kl: Literal["none", "reward", "loss"] = "none"
     """Keeps the policy near a frozen copy of the initial model, the reference. reward: `kl_coefficient` times the
     estimated KL divergence is taken off the reward, of each token with `reinforce_pp` and `ppo`, else of the whole
-    answer before the answers of a prompt are compared. loss: it is added to the loss of each token."""
+    answer before the answers of a prompt are compared (algorithms that divide by their deviation make an advantage of
+    full size of the divergence alone where the rewards are equal: take loss there). loss: it is added to the loss of
+    each token."""
     kl_coefficient: PositiveFloat = 1e-3
     """What a nat of divergence weighs."""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
@@ -85,10 +87,11 @@ class TrainerSection(Section):
     Left out: any distance."""
     truncated: Literal["train", "mask"] = "train"
     """Answers that were cut at `generator.max_tokens`. train: like others, with the reward they got. mask: not in the
-    loss, counted as dropped.truncated; their reward still counts in their group's mean."""
+    loss, counted as dropped.truncated; where answers are compared with each other their reward still counts in their
+    group's mean."""
     incomplete_groups: Literal["train", "drop"] = "train"
-    """Groups of which a sample was given up or too stale. train: without it, while two samples are left. drop: the
-    samples that came are counted as dropped.filtered."""
+    """Groups of which a sample was given up or too stale. train: without it, while two samples are left (`reinforce_pp`
+    and `ppo`: one). drop: the samples that came are counted as dropped.filtered."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
     """DeepSpeed ZeRO: 0 nothing is sharded, 1 optimizer states, 2 gradients too, 3 weights too."""
     num_ranks: PositiveInt = 1

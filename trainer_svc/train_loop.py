@@ -15,8 +15,8 @@ from streamrl.errors import NoProgressError, UnusableBatchError
 from streamrl.identity import PURPOSE_TRAIN, BatchKey
 from streamrl.spans import SpanLog
 from streamrl.v1.weights_pb2 import Canary, ModelFile
-from trainer_svc.acceptance import BatchIntake, Intake
 from trainer_svc.answer_table import AnswerTable
+from trainer_svc.batch_intake import BatchIntake, Intake
 from trainer_svc.batch_training import BatchSteps, BatchTraining
 from trainer_svc.collector import Collector
 from trainer_svc.control import StopAskedError, TrainerControl

@@ -17,15 +17,9 @@ from streamrl.v1.sample_pb2 import (
     VersionSpan,
 )
 from streamrl.v1.scheduler_pb2 import OUTCOME_ACCEPTED, OUTCOME_DROPPED, OUTCOME_REJECTED
-from trainer_svc.acceptance import (
-    Acceptance,
-    AcceptanceRules,
-    BatchIntake,
-    PromptOfGroup,
-    Unscored,
-    Verdict,
-    parse_rollout,
-)
+from trainer_svc.acceptance import Acceptance, Unscored, Verdict, parse_rollout
+from trainer_svc.batch_intake import BatchIntake, PromptOfGroup
+from trainer_svc.groups import AcceptanceRules
 from trainer_svc.reward_input import RewardError
 
 BATCH = BatchKey(PURPOSE_TRAIN, 3)

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,8 +173,7 @@ def _ours(name: str, groups: list[list[TrainSample]], tensors: dict[str, Any]) -
         advantages = group_advantages(tensors["rewards"][index].tolist())
         for sample, advantage in zip(group, advantages, strict=True):
             row, length = index * SAMPLES + sample.identity[2], len(sample.answer_token_ids)
-            object.__setattr__(sample, "advantage", advantage)
-            micro_batch = collate([[sample]], aggregation)
+            micro_batch = collate([[replace(sample, advantage=advantage)]], aggregation)
             own = logprobs[row : row + 1, :length]
             loss = loss + policy_loss(objective, own, torch.zeros_like(own), micro_batch)[0]
             count += aggregation.count(length)

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from streamrl.identity import PURPOSE_TRAIN, BatchKey
-from trainer_svc.acceptance import BatchIntake, Intake, ScoredSample, SettledGroup
 from trainer_svc.advantages import generalised_advantages, normalised
 from trainer_svc.algorithms import ALGORITHMS
+from trainer_svc.batch_intake import BatchIntake, Intake
 from trainer_svc.batch_training import BatchTraining, KlReward, Recipe
+from trainer_svc.groups import ScoredSample, SettledGroup
 from trainer_svc.losses import (
     AGGREGATIONS,
     KL_ESTIMATORS,
@@ -169,7 +170,7 @@ def _arrivals(groups: list[SettledGroup], random: Any) -> list[Intake]:
 
 
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_any_order_of_arrival_has_the_steps_of_the_batch_at_once(algorithm: str, data: Any) -> None:
     case = data.draw(_cases(algorithm))
@@ -278,6 +279,23 @@ def test_mini_batches_are_groups_in_the_order_in_which_they_were_drawn() -> None
     steps = _recipe("grpo", steps_per_batch=2).mini_batches(samples)
     assert [sorted({sample.identity[1] for sample in step}) for step in steps] == [[0, 2, 3], [5, 7]]
     assert [len(step) for step in _recipe("grpo", steps_per_batch=9).mini_batches(samples)] == [2] * 5
+
+
+@pytest.mark.parametrize("keeps_proximal", [False, True])
+def test_after_a_step_only_kept_log_probs_say_how_well_trainer_and_generator_agree(keeps_proximal: bool) -> None:
+    groups = []
+    for index in (0, 1):
+        (scored,) = _one_group([1.0], [2]).samples
+        kept = torch.tensor([-1.0, -1.0]) if keeps_proximal else None
+        sample = replace(scored.sample, identity=(0, index, 0), proximal_logprobs=kept)
+        groups.append(SettledGroup((replace(scored, sample=sample, reward=float(index)),)))
+    learner = Calls()
+    accumulated: list[TrainSample] = []
+    learner.accumulate = accumulated.extend
+    training = BatchTraining(_recipe("reinforce_pp", steps_per_batch=2), learner, 0)
+    training.take(Intake([], groups, True))
+    training.finish()
+    assert [sample.own_version for sample in accumulated] == [[True, True], [keeps_proximal] * 2]
 
 
 def test_enough_is_what_can_be_worked_on() -> None:

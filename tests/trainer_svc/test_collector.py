@@ -10,8 +10,9 @@ from streamrl.kafka.reader import Record
 from streamrl.v1.records_pb2 import ROLLOUT_STATUS_OK, Rollout
 from streamrl.v1.sample_pb2 import FINISH_REASON_STOP, LOGPROB_MODE_PROCESSED, VersionSpan
 from streamrl.v1.scheduler_pb2 import AbandonedSample, SampleOutcome
-from trainer_svc.acceptance import Acceptance, AcceptanceRules
+from trainer_svc.acceptance import Acceptance
 from trainer_svc.collector import Collector
+from trainer_svc.groups import AcceptanceRules
 from trainer_svc.reward_input import RewardError
 from trainer_svc.rewards import RewardScore
 

@@ -7,9 +7,10 @@ from streamrl.kafka.reader import Record
 from streamrl.v1.records_pb2 import ROLLOUT_STATUS_OK, Rollout
 from streamrl.v1.sample_pb2 import FINISH_REASON_STOP, VersionSpan
 from streamrl.v1.scheduler_pb2 import AbandonedSample
-from trainer_svc.acceptance import Acceptance, AcceptanceRules
+from trainer_svc.acceptance import Acceptance
 from trainer_svc.collector import Collector
 from trainer_svc.evaluation import Evaluations
+from trainer_svc.groups import AcceptanceRules
 from trainer_svc.lineage import EvaluationResult
 from trainer_svc.rewards import RewardScore
 

@@ -1,8 +1,9 @@
 from streamrl.identity import PURPOSE_TRAIN, BatchKey, SampleKey
-from trainer_svc.acceptance import Answer, BatchIntake
 from trainer_svc.answer_table import AnswerTable
+from trainer_svc.batch_intake import BatchIntake
 from trainer_svc.critic import CriticStats
 from trainer_svc.figures import FIGURES, batch_figures, evaluation_figures, quantile, steps_figures
+from trainer_svc.groups import Answer
 from trainer_svc.policy import StepStats
 
 KEY = BatchKey(PURPOSE_TRAIN, 4)

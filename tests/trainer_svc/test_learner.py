@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from trainer_svc.acceptance import Intake, ScoredSample, SettledGroup
 from trainer_svc.algorithms import ALGORITHMS
+from trainer_svc.batch_intake import Intake
 from trainer_svc.batch_training import BatchSteps, BatchTraining, KlReward, Recipe
 from trainer_svc.checkpoint import load_checkpoint, save_checkpoint
 from trainer_svc.critic import Critic, ValueModel
+from trainer_svc.groups import ScoredSample, SettledGroup
 from trainer_svc.learner import Learner
 from trainer_svc.losses import KL_ESTIMATORS, OFF_POLICY, SURROGATES, ClipRange, PolicyObjective, aggregation_of
 from trainer_svc.microbatches import TrainSample

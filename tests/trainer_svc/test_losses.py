@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainer_svc import losses
 from trainer_svc.losses import (
     AGGREGATIONS,
     KL_ESTIMATORS,
@@ -24,9 +23,9 @@ from trainer_svc.losses import (
     aggregation_of,
     kl_k3,
     policy_loss,
-    token_logprobs,
     value_loss,
 )
+from trainer_svc.token_logprobs import token_logprobs
 
 CLIP = ClipRange(0.2, 0.2)
 
@@ -36,42 +35,6 @@ def _token_losses(algorithm, logprobs, behaviour, advantages, clip=CLIP):
     surrogate, trained = SURROGATES[algorithm], torch.ones_like(logprobs, dtype=torch.bool)
     whose = TokensOfSamples(trained, torch.zeros_like(logprobs, dtype=torch.int64), 1)
     return surrogate.loss(surrogate.ratio(logprobs - behaviour, whose), logprobs, advantages, clip)
-
-
-def _reference_logprobs(logits, targets, temperature):
-    return torch.log_softmax(logits / temperature, dim=-1).gather(-1, targets[..., None]).squeeze(-1)
-
-
-@pytest.mark.parametrize("chunk_elements", [1, 30, 1 << 22])
-def test_token_logprobs_and_their_gradient_are_those_of_log_softmax(monkeypatch, chunk_elements):
-    monkeypatch.setattr(losses, "_CHUNK_ELEMENTS", chunk_elements)
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(3, 5, 11, dtype=torch.float64, generator=generator, requires_grad=True)
-    targets = torch.randint(0, 11, (3, 5), generator=generator)
-    logprobs, entropies = token_logprobs(logits, targets, temperature=0.7)
-    reference = _reference_logprobs(logits, targets, 0.7)
-    torch.testing.assert_close(logprobs, reference, rtol=0, atol=1e-12)
-    distribution = torch.distributions.Categorical(logits=logits.detach() / 0.7)
-    torch.testing.assert_close(entropies, distribution.entropy(), rtol=0, atol=1e-12)
-    assert not entropies.requires_grad
-    weights = torch.randn(3, 5, dtype=torch.float64, generator=generator)
-    (gradient,) = torch.autograd.grad((logprobs * weights).sum(), logits)
-    (expected,) = torch.autograd.grad((reference * weights).sum(), logits)
-    torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12)
-
-
-def test_bfloat16_logits_are_normalised_in_float32():
-    logits = (torch.randn(4, 1000, generator=torch.Generator().manual_seed(0)) * 5).bfloat16()
-    targets = torch.arange(4)
-    logprobs, entropies = token_logprobs(logits, targets, temperature=1.0)
-    assert logprobs.dtype == entropies.dtype == torch.float32
-    torch.testing.assert_close(logprobs, _reference_logprobs(logits.float(), targets, 1.0), rtol=0, atol=1e-5)
-
-
-def test_a_token_that_cannot_be_drawn_adds_nothing_to_the_entropy():
-    logits = torch.tensor([[0.0, 0.0, -math.inf]])
-    _, entropies = token_logprobs(logits, torch.tensor([0]), temperature=1.0)
-    assert entropies.item() == pytest.approx(math.log(2))
 
 
 def test_inside_the_clip_range_the_gradient_is_the_policy_gradient():

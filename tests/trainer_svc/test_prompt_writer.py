@@ -132,7 +132,10 @@ def test_a_batch_of_which_every_answer_was_there_is_not_asked_for_again() -> Non
 
 def test_the_end_of_the_run_is_a_record() -> None:
     topic = Topic()
-    topic.writer().end_run()
+    writer = topic.writer()
+    writer.write_ahead(0)
+    writer.end_run()
+    writer.refill(BatchKey(PURPOSE_TRAIN, 0))
     assert topic.records[-1].WhichOneof("kind") == "run_end"
 
 

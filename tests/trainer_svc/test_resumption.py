@@ -15,9 +15,10 @@ from streamrl.identity import PURPOSE_TRAIN, BatchKey, SampleKey
 from streamrl.kafka.reader import Record
 from streamrl.v1.records_pb2 import ROLLOUT_STATUS_OK, Rollout
 from streamrl.v1.sample_pb2 import FINISH_REASON_STOP, LOGPROB_MODE_PROCESSED, VersionSpan
-from trainer_svc.acceptance import Acceptance, AcceptanceRules, Verdict
+from trainer_svc.acceptance import Acceptance, Verdict
 from trainer_svc.ancestry import INITIAL_MODEL, Origin, read_origins, shared_version
 from trainer_svc.collector import Collector
+from trainer_svc.groups import AcceptanceRules
 from trainer_svc.resumption import begin, keep_tracker_run, newest_checkpoint, tracker_run
 from trainer_svc.rewards import RewardScore
 from trainer_svc.settings import TrainerSettings
@@ -136,8 +137,9 @@ class World:
     trained. So two runs that train the same samples, drawn from the same weights, end with the same weights.
     """
 
-    def __init__(self, num_batches: int, choose: random.Random) -> None:
+    def __init__(self, num_batches: int, max_refills: int, choose: random.Random) -> None:
         self.num_batches = num_batches
+        self.max_refills = max_refills
         self.choose = choose
         self.topic: list[Rollout] = []
         self.origins: dict[int, Origin] = {}
@@ -155,7 +157,7 @@ class World:
         self.origins[number] = Origin(made_by, iteration)
         line = {iteration: weights}
         acceptance = Acceptance(
-            AcceptanceRules(attempt=number, max_staleness=STALENESS),
+            AcceptanceRules(attempt=number, max_staleness=STALENESS, max_refills=self.max_refills),
             shared_version=lambda earlier: shared_version(self.origins, earlier, number),
         )
         collector = Collector(
@@ -163,7 +165,7 @@ class World:
             score=lambda _prompt, token_ids, _truncated: scored(float(token_ids[0] % 2)),
             report=lambda _outcome: None,
             dead_letter=lambda _record, _reason: None,
-            refill=lambda _key: None,
+            refill=lambda key: collector.extend(key, SomePrompt()),
         )
         collector.begin({0: position}, {0: len(self.topic)})
         opened = iteration
@@ -180,24 +182,21 @@ class World:
         self.reused += acceptance.reused
         records_left = dies_at
         while iteration < self.num_batches:
-            missing = [
-                key
-                for batch in acceptance.open_batches()
-                for group in range(PROMPTS)
-                for sample in range(SAMPLES)
-                if (key := SampleKey(*batch, group, sample)) not in acceptance.batch(batch).outcomes
-            ]
-            self.choose.shuffle(missing)
-            for key in missing:
-                if records_left == 0:
-                    return False
-                records_left -= 1
-                version = self.choose.choice([v for v in line if key.batch - STALENESS <= v <= key.batch])
-                self._write(collector, number, key, version, line[version])
+            # What is written may ask for more.
+            while missing := _missing(acceptance):
+                self.choose.shuffle(missing)
+                for key in missing:
+                    if records_left == 0:
+                        return False
+                    records_left -= 1
+                    version = self.choose.choice([v for v in line if key.batch - STALENESS <= v <= key.batch])
+                    self._write(collector, number, key, version, line[version])
             batch = collector.close(BatchKey(PURPOSE_TRAIN, iteration))
             trained = sorted((sample.identity, tuple(sample.answer_token_ids)) for sample in batch.trained)
             self.trained[iteration] = trained
-            assert batch.counts.trained == batch.counts.received == PROMPTS * SAMPLES
+            assert batch.counts.received == batch.counts.expected
+            assert batch.counts.expected == SAMPLES * (PROMPTS + batch.num_refills)
+            assert batch.counts.trained == PROMPTS * SAMPLES or batch.num_refills == self.max_refills > 0
             assert batch.trained_staleness_max <= STALENESS
             weights = weights * 31 + sum(tokens[0] for _, tokens in trained)
             iteration += 1
@@ -225,11 +224,27 @@ class World:
             collector.on_records([Record("rollouts", 0, len(self.topic) - 1, None, rollout.SerializeToString())])
 
 
-@given(st.integers(1, 5), st.lists(st.integers(0, 14), max_size=4), st.integers(1, 3), st.integers(0, 2**32))
+def _missing(acceptance: Acceptance) -> list[SampleKey]:
+    return [
+        key
+        for batch in acceptance.open_batches()
+        for group in range(len(acceptance.batch(batch).prompts))
+        for sample in range(SAMPLES)
+        if (key := SampleKey(*batch, group, sample)) not in acceptance.batch(batch).outcomes
+    ]
+
+
+@given(
+    st.integers(1, 5),
+    st.lists(st.integers(0, 14), max_size=4),
+    st.integers(1, 3),
+    st.sampled_from([0, 0, 3]),
+    st.integers(0, 2**32),
+)
 def test_a_run_that_dies_and_is_taken_up_trains_every_sample_once_on_answers_of_its_own_line(
-    num_batches: int, deaths: list[int], every: int, seed: int
+    num_batches: int, deaths: list[int], every: int, max_refills: int, seed: int
 ) -> None:
-    world = World(num_batches, random.Random(seed))
+    world = World(num_batches, max_refills, random.Random(seed))
     attempt = 0
     for attempt, dies_at in enumerate(deaths, start=1):
         if world.attempt(attempt, dies_at=dies_at, every=every):
@@ -241,7 +256,8 @@ def test_a_run_that_dies_and_is_taken_up_trains_every_sample_once_on_answers_of_
     line = _final_line(world)
     for batch, trained in world.trained.items():
         identities = [identity for identity, _ in trained]
-        assert identities == [(batch, group, sample) for group in range(PROMPTS) for sample in range(SAMPLES)]
+        groups = sorted({group for _, group, _ in identities}) if max_refills else range(PROMPTS)
+        assert identities == [(batch, group, sample) for group in groups for sample in range(SAMPLES)]
         # Every answer was drawn from weights of the final line, none from a version that was forgotten.
         allowed = {line[version] % 1_000_003 for version in range(max(0, batch - STALENESS), batch + 1)}
         assert {tokens[1] for _, tokens in trained} <= allowed
