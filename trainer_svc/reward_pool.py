@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 _START_S = 120.0
 """A user's modules may import much."""
 _END_S = 10.0
+# A process scores one answer at a time. With a thread a core each would reserve much of its memory, too.
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # The root that `-m` needs to find the worker, wherever the trainer was started.
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -162,7 +164,7 @@ class _Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 pass_fds=(theirs.fileno(),),
-                env={**os.environ, "PYTHONPATH": path},
+                env={**_ONE_THREAD, **os.environ, "PYTHONPATH": path},
                 start_new_session=True,
             )
 

@@ -224,7 +224,8 @@ class RewardSection(Section):
     timeout_s: PositiveFloat = 60.0
     """Seconds that a function in such a process may take for one answer, and a reward model for one request."""
     memory_gib: PositiveFloat = 4.0
-    """Memory that each such process may take for its data. One that wants more gets a MemoryError, and is replaced."""
+    """Memory that each such process may take for its data (RLIMIT_DATA, which counts what is reserved). One that wants
+    more gets a MemoryError, and is replaced."""
     http_token_env: str = ""
     """Name of the environment variable that holds the bearer token for reward models. Empty: none is sent."""
     http_batch_size: PositiveInt = 16
