@@ -87,7 +87,8 @@ def _end_descendants() -> None:
             import psutil  # only where a function left something behind
 
             for child in psutil.Process().children(recursive=True):
-                child.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
             os.waitpid(-1, 0)
 
 

@@ -27,6 +27,17 @@ StartFleet = Callable[..., Any]
 
 
 REWARD = """
+import os
+from pathlib import Path
+
+def ends_its_process_once(response):
+    with Path(__file__).with_name("calls").open("a") as calls:
+        calls.write("x")
+        calls.flush()
+        if calls.tell() == 10:
+            os._exit(1)
+    return even_tokens(response)
+
 def even_tokens(response):
     words = response.split()
     return sum(word.isdigit() and int(word) % 2 == 0 for word in words) / max(1, len(words))
@@ -233,11 +244,24 @@ def test_ppo_with_a_reference_prepares_samples_as_they_arrive(make_run: MakeRun,
 
 def test_a_colocated_run_moves_the_fleet_between_its_phases(make_run: MakeRun, ranks: Ranks) -> None:
     run = make_run(
-        "trainer-colocated", pipeline={"mode": "colocated"}, trainer={"num_iterations": 2}, eval={"every": 0}
+        "trainer-colocated",
+        pipeline={"mode": "colocated"},
+        trainer={"num_iterations": 2},
+        eval={"every": 0},
+        # After the check and the first evaluation, the tenth call is of a training sample.
+        reward={"functions": {"even_reward:ends_its_process_once": 1.0}, "num_workers": 1},
+        data={"easy_pass_rate": 1.0, "right_reward": -1.0},
     )
-    run.train_here(ranks)
+    figures = run.train_here(ranks)
     assert run.fleet.phases == [FLEET_PHASE_GENERATE] + 2 * [FLEET_PHASE_TRAIN, FLEET_PHASE_GENERATE]
     check_balance(run.summary, expected=18)
+    rollouts = run.summary["rollouts"]
+    assert (rollouts["dropped"]["infrastructure"], rollouts["trained"]) == (1, 17)
+    # Every prompt is left out from now on, but for the one that an answer is missing of.
+    (checkpoint,) = (run.folder / "checkpoints").iterdir()
+    assert len(json.loads((checkpoint / "state.json").read_text())["selection"]["rests"]) == 5
+    assert figures["data/left_out"] in (2.0, 3.0)
+    assert 0 < figures["data/epoch"] < 1
 
 
 def test_a_stopped_run_ends_in_order_with_a_checkpoint_and_a_summary(make_run: MakeRun) -> None:
