@@ -206,7 +206,7 @@ def test_the_check_names_a_key_that_a_named_reward_cannot_use(load: Callable[...
 def test_math_is_compared_by_meaning_and_too_much_of_it_is_wrong(
     load: Callable[..., RewardSum], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(NAMED, "math_verify", replace(NAMED["math_verify"], cpu_limit_s=3.0))
+    monkeypatch.setitem(NAMED, "math_verify", replace(NAMED["math_verify"], cpu_limit_s=1.0))
     rewards = load(["math_verify"])
     assert rewards.check("prompt", r"\frac{1}{2}", {}).total == 1.0
     for response, answer, finished, expected in (
