@@ -6,6 +6,8 @@ from typing import Any
 
 from streamrl.errors import StreamRLError
 
+LARGEST_REWARD = 1e30
+"""Larger ones are mistakes, and their squares no floats any more."""
 ARGUMENTS = ("prompt", "response", "answer", "finished", "metadata")
 
 

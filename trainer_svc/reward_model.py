@@ -14,7 +14,6 @@ holds (another 4xx) is given its samples one by one.
 """
 
 import logging
-import math
 import random
 import threading
 import time
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from trainer_svc.reward_input import RewardError, RewardInput
+from trainer_svc.reward_input import LARGEST_REWARD, RewardError, RewardInput
 
 logger = logging.getLogger(__name__)
 
@@ -211,6 +210,7 @@ def check_url(name: str) -> None:
 def _number(url: str, reward: object) -> float | None:
     if reward is None:
         return None
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise RewardError(f"reward {url} gave {reward!r}, expected a finite number or null")
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= LARGEST_REWARD:
+        expected = f"a number from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}, or null"
+        raise RewardError(f"reward {url} gave {reward!r}, expected {expected}")
     return float(reward)

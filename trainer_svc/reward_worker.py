@@ -18,7 +18,6 @@ The trainer's side is trainer_svc/reward_pool.py.
 import contextlib
 import ctypes
 import json
-import math
 import numbers
 import os
 import resource
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from streamrl.lifetime import die_with_parent
+from trainer_svc.reward_input import LARGEST_REWARD
 
 _PR_SET_CHILD_SUBREAPER = 36
 _LONGEST_ERROR = 1000
@@ -136,16 +136,16 @@ def _call(function: Callable[..., Any], request: Mapping[str, Any]) -> dict[str,
     signal.setitimer(signal.ITIMER_PROF, request["cpu_limit_s"] or 0.0)
     try:
         value = function(**request["arguments"])
-        # A whole number may be too large for a float.
-        finite = isinstance(value, numbers.Real) and math.isfinite(value)
+        usable = isinstance(value, numbers.Real) and abs(value) <= LARGEST_REWARD
     except MemoryError:
         return {"error": "took more memory than reward.memory_gib", "broken": True}
     except BaseException as error:  # a user's code may raise anything; the trainer is told
         return {"error": f"raised {_shown(error)}", "broken": False}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-    if not finite:
-        return {"error": f"returned {value!r:.{_LONGEST_ERROR}}, not a finite number", "broken": False}
+    if not usable:
+        expected = f"a number from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
+        return {"error": f"returned {value!r:.{_LONGEST_ERROR}}, expected {expected}", "broken": False}
     return {"value": float(value)}
 
 

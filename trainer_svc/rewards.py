@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from trainer_svc.reward_input import RewardError, RewardInput
+from trainer_svc.reward_input import LARGEST_REWARD, RewardError, RewardInput
 from trainer_svc.reward_lookup import NAMED, NamedReward, accepted_arguments, module_and_function
 from trainer_svc.reward_model import HttpLimits, RewardModel, check_url
 from trainer_svc.reward_pool import PoolLimits, RewardCpuLimitError, RewardPool
@@ -121,8 +121,8 @@ class RewardSum:
         try:
             values = {f.name: future.result() for f, future in zip(self._functions, futures, strict=True)}
             total = math.fsum(f.weight * values[f.name] for f in self._functions)
-            if not math.isfinite(total):
-                raise RewardError(f"the weighted sum of the rewards {values} is not finite")
+            if not abs(total) <= LARGEST_REWARD:
+                raise RewardError(f"the weighted sum of the rewards {values} is too large")
         except RewardError as error:
             logger.error("%s; sample: %s", error, sample)
             failure = RewardError(f"{error}; sample: {sample}")

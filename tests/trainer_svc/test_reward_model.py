@@ -161,8 +161,9 @@ def test_samples_of_a_batch_that_is_refused_are_given_one_by_one(
     ("status", "body", "message"),
     [
         (200, {"rewards": [None]}, "gave no reward"),
-        (200, {"rewards": [True]}, "gave True, expected a finite number"),
-        (200, b'{"rewards": [NaN]}', "gave nan, expected a finite number"),
+        (200, {"rewards": [True]}, "gave True, expected a number"),
+        (200, {"rewards": [1e31]}, "gave 1e[+]31, expected a number"),
+        (200, b'{"rewards": [NaN]}', "gave nan, expected a number"),
         (200, {"rewards": [1, 2]}, "expected rewards of 1 samples"),
         (200, {"scores": [1]}, "expected {.rewards"),
         (200, [1], "expected {.rewards"),

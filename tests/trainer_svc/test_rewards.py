@@ -183,7 +183,7 @@ def test_an_own_function_that_cannot_work_is_refused(own_module: Path, code: str
 
 
 def test_a_failing_function_gives_an_error_and_never_a_reward(own_module: Path, load: Callable[..., RewardSum]) -> None:
-    codes = ("None", "'x'", "float('nan')", "1 / 0", "1j", "10**400", "exit(1)", "'x' * 5000")
+    codes = ("None", "'x'", "float('nan')", "1e31", "1 / 0", "1j", "10**400", "exit(1)", "'x' * 5000")
     own_module.write_text(
         f"def score(response):\n    return [lambda c=c: eval(c) for c in {codes!r}][int(response)]()\n"
     )
