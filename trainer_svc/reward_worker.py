@@ -18,6 +18,7 @@ The trainer's side is trainer_svc/reward_pool.py.
 import contextlib
 import ctypes
 import json
+import math
 import numbers
 import os
 import resource
@@ -136,17 +137,17 @@ def _call(function: Callable[..., Any], request: Mapping[str, Any]) -> dict[str,
     signal.setitimer(signal.ITIMER_PROF, request["cpu_limit_s"] or 0.0)
     try:
         value = function(**request["arguments"])
-        usable = isinstance(value, numbers.Real) and abs(value) <= LARGEST_REWARD
+        number = float(value) if isinstance(value, numbers.Real) else math.nan
     except MemoryError:
         return {"error": "took more memory than reward.memory_gib", "broken": True}
     except BaseException as error:  # a user's code may raise anything; the trainer is told
         return {"error": f"raised {_shown(error)}", "broken": False}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-    if not usable:
+    if not abs(number) <= LARGEST_REWARD:
         expected = f"a number from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
         return {"error": f"returned {value!r:.{_LONGEST_ERROR}}, expected {expected}", "broken": False}
-    return {"value": float(value)}
+    return {"value": number}
 
 
 def _shown(error: BaseException) -> str:

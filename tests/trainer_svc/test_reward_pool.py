@@ -79,6 +79,10 @@ def _is_of_a_reward(process: psutil.Process) -> bool:
         return False
 
 
+def sleeping() -> list[psutil.Process]:
+    return [process for process in psutil.Process().children(recursive=True) if process.name() == "sleep"]
+
+
 def score(pool: RewardPool, code: str) -> float:
     return pool.submit("wild_rewards:score", {"response": code}).result(WAIT_S)
 
@@ -117,10 +121,11 @@ def test_prints_forks_and_readings_are_no_replies(
 def test_what_a_function_leaves_behind_ends_with_its_process(start: Callable[..., RewardPool], tmp_path: Path) -> None:
     pool = start()
     assert score(pool, f"_leave_daemons({str(tmp_path)!r})") == 1.0
-    assert len([p for p in psutil.Process().children(recursive=True) if "sleep" in p.name()]) == 2
+    while len(sleeping()) < 2:
+        threading.Event().wait(0.02)  # the shell may not have come so far
     with pytest.raises(RewardError):
         score(pool, "os._exit(0)")
-    assert not [p for p in psutil.Process().children(recursive=True) if "sleep" in p.name()]
+    assert sleeping() == []
 
 
 def test_a_function_that_hangs_costs_its_sample(start: Callable[..., RewardPool]) -> None:
