@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from streamrl.settings import NonNegativeInt, PositiveFloat, PositiveInt, Section, ServiceSettings
+from streamrl.settings import NonNegativeInt, PositiveFloat, PositiveInt, Seconds, Section, ServiceSettings
 from trainer_svc.algorithms import ALGORITHMS
 
 _KL_ESTIMATORS = {"reward": "k1", "loss": "k3"}
@@ -189,7 +189,7 @@ class DataSection(Section):
     hard_pass_rate: Annotated[float, Field(ge=0, lt=1)] | None = None
     """A prompt is left out after a batch in which at most this share of its answers was right (0: none of them). Left
     out: no prompt is."""
-    rest_iterations: Annotated[int, Field(ge=0)] = 0
+    rest_iterations: NonNegativeInt = 0
     """For how many iterations `easy_pass_rate` and `hard_pass_rate` leave a prompt out; 0: for good. It begins
     `pipeline.max_staleness` + 1 iterations after the batch. While fewer prompts than a batch needs are left, all may be
     drawn."""
@@ -218,21 +218,21 @@ class RewardSection(Section):
     """Reward functions and their weights: `exact_match`, `last_number`, `math_verify`, `reasoning_gym`, `graded`, your
     own as `module:function`, or the address of a reward model as `http://HOST:PORT/PATH`. A reward is the weighted sum.
     An answer of which a function gives no reward is not trained, and counted as dropped.infrastructure."""
-    num_workers: PositiveInt = 2
+    num_workers: Annotated[int, Field(gt=0, le=1024)] = 2
     """Processes in which `math_verify`, `reasoning_gym` and your own functions score answers, each one at a time. One
     that hangs or ends is replaced. They are started when there is work for them."""
-    timeout_s: PositiveFloat = 60.0
+    timeout_s: Seconds = 60.0
     """Seconds that a function in such a process may take for one answer, and a reward model for one request."""
-    memory_gib: PositiveFloat = 4.0
+    memory_gib: Annotated[float, Field(gt=0, le=2**20)] = 4.0
     """Memory that each such process may take for its data (RLIMIT_DATA, which counts what is reserved). One that wants
     more gets a MemoryError, and is replaced."""
     http_token_env: str = ""
     """Name of the environment variable that holds the bearer token for reward models. Empty: none is sent."""
     http_batch_size: PositiveInt = 16
     """Most answers in one request to a reward model. A request never waits to become full."""
-    http_connections: PositiveInt = 4
+    http_connections: Annotated[int, Field(gt=0, le=1024)] = 4
     """Requests to a reward model at once."""
-    http_patience_s: PositiveFloat = 300.0
+    http_patience_s: Seconds = 300.0
     """A reward model that is away, overloaded (status 429) or broken (5xx) is asked again for so long; then its answers
     have no reward."""
 

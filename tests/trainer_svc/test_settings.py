@@ -79,3 +79,17 @@ def test_what_older_versions_drew_is_corrected_where_versions_differ() -> None:
 def test_answers_need_not_be_compared_where_advantages_are_those_of_the_batch() -> None:
     for algorithm in ("ppo", "reinforce_pp"):
         TrainerSettings.model_validate({"trainer": {"algorithm": algorithm}, "data": {"samples_per_prompt": 1}})
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"data": {"easy_pass_rate": 0.5, "hard_pass_rate": 0.5}}, r"data\.hard_pass_rate is 0\.5, expected less than"),
+        ({"data": {"curriculum": True}}, r"data\.train is counting, expected reasoning_gym:TASK"),
+        ({"reward": {"functions": ["graded", "graded"]}}, "graded stands there more than once"),
+        ({"reward": {"timeout_s": 0}}, "timeout_s"),
+    ],
+)
+def test_rewards_and_selections_that_cannot_be_meant_are_refused(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainerSettings.model_validate(section)
