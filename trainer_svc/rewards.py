@@ -218,8 +218,8 @@ def _here(name: str, reward: NamedReward) -> Submit:
         future: Future[float] = Future()
         try:
             future.set_result(reward.call(**{argument: getattr(sample, argument) for argument in names}))
-        except ValueError as error:  # a key that the function cannot use
-            future.set_exception(RewardError(f"reward {name} raised ValueError: {error}"))
+        except Exception as error:  # keys and answers may say anything; the run goes on without the sample
+            future.set_exception(RewardError(f"reward {name} raised {type(error).__name__}: {error}"))
         return future
 
     return submit
