@@ -87,6 +87,10 @@ class RewardPool:
     def _call(self, name: str, arguments: Mapping[str, Any], cpu_limit_s: float | None) -> float:
         with self._lock:
             worker = self._idle.pop() if self._idle else None
+        if worker is not None and worker.is_ending():
+            # Of something that it did after its last answer: not this one's fault.
+            self._drop(worker)
+            worker = None
         try:
             worker = worker or self._start()
         except ValueError as error:  # it could be started before
@@ -209,7 +213,7 @@ class _Worker:
         """Ends it and waits for that; returns the exit code of the process that called the functions."""
         try:
             # One that has ended by itself is given the time to say how.
-            if self._socket.fileno() >= 0 and not self._is_ending():
+            if self._socket.fileno() >= 0 and not self.is_ending():
                 self._process.terminate()
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -220,7 +224,7 @@ class _Worker:
             self._socket.close()
         return self._process.returncode
 
-    def _is_ending(self) -> bool:
+    def is_ending(self) -> bool:
         """Whether its end of the socket is closed."""
         try:
             self._socket.settimeout(0)

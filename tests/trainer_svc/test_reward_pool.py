@@ -134,6 +134,16 @@ def test_a_function_that_hangs_costs_its_sample(start: Callable[..., RewardPool]
         score(pool, "signal.signal(signal.SIGTERM, signal.SIG_IGN) or time.sleep(1000)")
 
 
+def test_a_process_that_ended_between_two_calls_costs_no_sample(start: Callable[..., RewardPool]) -> None:
+    pool = start()
+    worker = psutil.Process(int(score(pool, "os.getpid()")))
+    worker.kill()
+    psutil.wait_procs([worker], timeout=WAIT_S)
+    guard = pool._idle[0]._process
+    guard.wait(WAIT_S)
+    assert score(pool, "0.5") == 0.5
+
+
 def test_calls_run_beside_each_other(start: Callable[..., RewardPool], tmp_path: Path) -> None:
     pool = start(num_workers=2)
     folder = tmp_path / "meeting"
