@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from streamrl.settings import NonNegativeInt, PositiveFloat, PositiveInt, SamplingView, Seconds, ServiceSettings
+from streamrl.settings import NonNegativeInt, PositiveInt, SamplingView, Seconds, ServiceSettings
 
 _CANARY_ALARM_NATS = {"float32": 0.001, "bfloat16": 0.05}
 
@@ -21,7 +21,7 @@ class GeneratorSection(SamplingView):
     """vllm: real inference. fake: made-up answers after made-up times, for tests of everything around the engine."""
     max_running: PositiveInt = 64
     """Most sequences that an instance's engine runs at once."""
-    kv_cache_gib: Annotated[float, Field(ge=0)] = 0.0
+    kv_cache_gib: Annotated[float, Field(ge=0, le=1_000_000)] = 0.0
     """Memory of an instance's KV cache. 0: on GPUs what `gpu_memory_utilization` leaves, on CPUs 1 GiB."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """GPUs: share of the memory that weights and KV cache take together."""
@@ -38,7 +38,9 @@ class GeneratorSection(SamplingView):
     canary_alarm_nats: Annotated[float, Field(ge=0)] = 0.0
     """After each switch of weights an instance warns when its log-probs of the canaries differ from the trainer's by
     more than this on average. 0: 0.001 in float32, 0.05 in bfloat16."""
-    fake_step_ms: dict[PositiveInt, PositiveFloat] = Field(default_factory=lambda: {1: 1.0, 64: 2.0})
+    fake_step_ms: dict[PositiveInt, Annotated[float, Field(gt=0, le=3_600_000)]] = Field(
+        default_factory=lambda: {1: 1.0, 64: 2.0}
+    )
     """Engine `fake`: milliseconds of a step by number of running sequences; linear between these, constant outside."""
 
 

@@ -1,5 +1,7 @@
 """Whether librdkafka takes the user's own settings, tried out before anything starts. Connects to nobody."""
 
+import re
+
 from confluent_kafka import Consumer, KafkaException, Producer
 from confluent_kafka.admin import AdminClient
 
@@ -7,6 +9,7 @@ from streamrl.kafka.producer import producer_config
 from streamrl.kafka.reader import reader_config
 from streamrl.settings import KafkaSection
 
+_SECRET = re.compile(r"password|secret|token|key|jaas|oauthbearer\.config", re.IGNORECASE)
 _ELSEWHERE = {
     "bootstrap.servers": "kafka.bootstrap_servers says where the brokers are",
     "metadata.broker.list": "kafka.bootstrap_servers says where the brokers are",
@@ -40,7 +43,12 @@ def check_client(settings: KafkaSection) -> None:
         Consumer({**client, **reader_config(settings, "streamrl.check")}).close()
     except (KafkaException, TypeError, ValueError) as error:
         reason = error.args[0].str() if isinstance(error, KafkaException) else str(error)
-        given = ", ".join(settings.client) or "nothing"
         raise ValueError(
-            f"kafka.client: {reason}. Expected names and values of librdkafka's configuration, got {given}"
+            f"kafka.client: {reason}. Expected names and values of librdkafka's configuration, got "
+            + (", ".join(_shown(name, value, reason) for name, value in settings.client.items()) or "nothing")
         ) from error
+
+
+def _shown(name: str, value: object, reason: str) -> str:
+    """A setting with its value where the reason speaks of it; a secret without."""
+    return f"{name} = {value!r}" if name in reason and not _SECRET.search(name) else name

@@ -147,6 +147,7 @@ def test_a_run_cannot_take_the_name_of_the_link_to_the_newest(config: Path) -> N
         ("scheduler.fleet_wait_s=1e10", "less than or equal to 604800"),
         ("generator.drain_timeout_s=1e10", "less than or equal to 604800"),
         ("kafka.max_message_bytes=2000000000", "less than or equal to 1000000000"),
+        ("generator.kv_cache_gib=1e308", "less than or equal to 1000000"),
         ("kafka.retention_hours=1e308", "less than or equal to 876000"),
         ("kafka.bootstrap_servers=,,,", "host:port of one or more brokers"),
         ("kafka.bootstrap_servers=:", "host:port of one or more brokers"),

@@ -11,7 +11,7 @@ from streamrl.settings import KafkaSection
 @pytest.mark.parametrize(
     ("client", "expected"),
     [
-        ({"acks": 0}, "acks"),
+        ({"acks": 0}, "got acks = 0"),
         ({"max.in.flight": 10}, "max.in.flight"),
         ({"fetch.max.bytes": 10}, "fetch.max.bytes"),
         ({"no.such.name": 1}, "no.such.name"),
