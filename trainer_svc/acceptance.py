@@ -4,10 +4,14 @@ The rules:
 * A sample has one outcome. The first usable copy of it decides; later ones are counted as duplicates.
 * A rollout that failed, or contradicts itself, is rejected: the sample is still wanted, and is generated again.
 * A rollout that is too stale, has no reward, or has log-probs of another distribution, is dropped for good.
+* Scoring takes its time: a rollout that passes is handed out to be scored, and has an outcome when its reward is there.
+  Copies of it that come in between are counted as duplicates.
 * A rollout of an earlier attempt counts like any other when the topic held it before this attempt began, and every
   token of it is from a version of this attempt's lineage (trainer_svc/ancestry.py). With a token of a forgotten version
   it is passed over, and its sample is generated again; one that comes later is from an old process, and refused.
-* A group is settled when each of its samples has an outcome; only then are there advantages.
+* A group is settled when each of its samples has an outcome; only then can its answers be compared.
+* With dynamic sampling a group whose answers all have the same reward is dropped when it is settled, and a new prompt
+  is asked for in its place, as a further group of the batch, as often as the rules allow.
 * Whatever comes, in whatever order, of a closed batch expected = trained + dropped.
 
 The thread that feeds it is trainer_svc/collector.py.
@@ -15,8 +19,8 @@ The thread that feeds it is trainer_svc/collector.py.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
@@ -26,19 +30,11 @@ from streamrl.staleness import staleness
 from streamrl.v1.records_pb2 import ROLLOUT_STATUS_FAILED, ROLLOUT_STATUS_OK, Rollout
 from streamrl.v1.sample_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, LOGPROB_MODE_PROCESSED
 from streamrl.v1.scheduler_pb2 import OUTCOME_ACCEPTED, OUTCOME_DROPPED, OUTCOME_REJECTED, SampleOutcome
-from trainer_svc.advantages import TRAINS_TRUNCATED, rewards_are_equal
-from trainer_svc.algorithms import ALGORITHMS
+from trainer_svc.batch_intake import BatchIntake, PromptOfGroup
+from trainer_svc.groups import AcceptanceRules, Answer, ScoredSample, SettledGroup, judge_group
 from trainer_svc.microbatches import TrainSample
-from trainer_svc.rewards import RewardError
+from trainer_svc.reward_input import RewardError
 from trainer_svc.rollout_counts import DropReason, RolloutCounts
-
-
-class PromptOfGroup(Protocol):
-    """What is needed to know of a prompt here; data.py's prompts are more."""
-
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-
 
 SharedVersion = Callable[[int], int]
 """The newest weight version that an earlier attempt has in common with this one; -1: none."""
@@ -49,36 +45,14 @@ def no_earlier_attempt(_attempt: int) -> int:
     return -1
 
 
-Score = Callable[[Any, Sequence[int], bool], float]
-"""Reward of (prompt, answer's token ids, whether the answer is truncated). May raise RewardError."""
-
-
-@dataclass(frozen=True)
-class AcceptanceRules:
-    """The settings that decide here."""
-
-    attempt: int
-    max_staleness: int
-    algorithm: str = "grpo"
-    truncated: Literal["train", "mask"] = "train"
-    incomplete_groups: Literal["train", "drop"] = "train"
-
-
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """An accepted rollout with its reward."""
+class Unscored:
+    """An answer that wants a reward: `Acceptance.scored` takes it."""
 
     key: SampleKey
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[tuple[int, int]]
-    """Weight version and number of tokens of each stretch."""
-    reward: float
+    prompt: Any
+    token_ids: Sequence[int]
     truncated: bool
-    staleness: int
-    instance: str
-    generation_s: float
-    """From its first token's step to its last, by the instance's clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,79 +60,11 @@ class Verdict:
     """What became of one rollout."""
 
     outcome: SampleOutcome | None
-    """For the scheduler; None: it needs not know."""
+    """For the scheduler; None: it needs not know, or not yet."""
     dead_letter: str = ""
     """Why the record could not be handled; empty when it could."""
-
-
-@dataclass(slots=True)
-class BatchIntake:
-    """One open batch."""
-
-    key: BatchKey
-    prompts: Sequence[PromptOfGroup]
-    samples_per_prompt: int
-    answers: dict[SampleKey, Answer] = field(default_factory=dict)
-    outcomes: dict[SampleKey, SampleOutcome] = field(default_factory=dict)
-    counts: RolloutCounts = field(default_factory=RolloutCounts)
-    rejected: int = 0
-    """Rollouts that failed and were to come again."""
-    given_up: set[SampleKey] = field(default_factory=set)
-    """Samples that the scheduler gave up and that have not come after all."""
-    dropped_lengths: list[int] = field(default_factory=list)
-    """Answer tokens of each rollout that came and was dropped."""
-    open_groups: dict[int, int] = field(default_factory=dict)
-    """Group to how many of its samples have no outcome yet."""
-    equal_groups: int = 0
-    trained: list[TrainSample] = field(default_factory=list)
-    """Samples of settled groups that take part in the step."""
-    worth_a_pass: list[TrainSample] = field(default_factory=list)
-    """Those of them that have a gradient and were not taken yet: an advantage of 0 has none."""
-    waiting_tokens: int = 0
-    """Tokens of `worth_a_pass`, prompts included."""
-
-    def __post_init__(self) -> None:
-        self.open_groups = dict.fromkeys(range(len(self.prompts)), self.samples_per_prompt)
-        self.counts = replace(self.counts, expected=self.num_samples)
-
-    @property
-    def num_samples(self) -> int:
-        return len(self.prompts) * self.samples_per_prompt
-
-    @property
-    def num_resolved(self) -> int:
-        """Samples that have an outcome."""
-        return len(self.outcomes)
-
-    @property
-    def complete(self) -> bool:
-        """Every sample has an outcome."""
-        return not self.open_groups
-
-    @property
-    def reward_mean(self) -> float | None:
-        """Of all accepted answers; None: there are none."""
-        rewards = [answer.reward for answer in self.answers.values()]
-        return math.fsum(rewards) / len(rewards) if rewards else None
-
-    @property
-    def trained_staleness_max(self) -> int:
-        """The largest staleness among samples that take part in the step."""
-        trained = (self.answers[SampleKey(self.key.purpose, *sample.identity)] for sample in self.trained)
-        return max((answer.staleness for answer in trained), default=0)
-
-    def take(self) -> list[TrainSample]:
-        """What is worth a pass; it is not handed out again."""
-        taken, self.worth_a_pass, self.waiting_tokens = self.worth_a_pass, [], 0
-        return taken
-
-    def holds(self, key: SampleKey) -> bool:
-        return 0 <= key.group < len(self.prompts) and 0 <= key.sample < self.samples_per_prompt
-
-    def group_answers(self, group: int) -> list[Answer]:
-        """The answers of a group, by sample."""
-        keys = (SampleKey(*self.key, group, sample) for sample in range(self.samples_per_prompt))
-        return [self.answers[key] for key in keys if key in self.answers]
+    unscored: Unscored | None = None
+    """To be scored: only then is there an outcome."""
 
 
 class Acceptance:
@@ -167,7 +73,6 @@ class Acceptance:
     def __init__(
         self,
         rules: AcceptanceRules,
-        score: Score,
         counts: RolloutCounts | None = None,
         shared_version: SharedVersion = no_earlier_attempt,
     ) -> None:
@@ -176,10 +81,10 @@ class Acceptance:
             counts: of the batches closed before a checkpoint that this run continues.
         """
         self._rules = rules
-        self._score = score
         self._shared_version = shared_version
         self._open: dict[BatchKey, BatchIntake] = {}
         self._given_up: dict[BatchKey, set[SampleKey]] = {}
+        self._wanted_refills: list[BatchKey] = []
         self.counts = counts or RolloutCounts()
         """Of closed training batches: those that made the weights."""
         self.refused_attempts = 0
@@ -193,6 +98,26 @@ class Acceptance:
         """Expects a batch's rollouts from now on. Call it before its prompts are written."""
         assert key not in self._open and key not in self._given_up, f"{key} is opened twice"
         self._open[key] = BatchIntake(key, prompts, samples_per_prompt)
+
+    def take_wanted_refills(self) -> list[BatchKey]:
+        """Batches that want one more prompt each, in place of one without spread. Whoever takes one brings it by
+        `extend`: until then the batch is not complete."""
+        wanted, self._wanted_refills = self._wanted_refills, []
+        return wanted
+
+    def extend(self, key: BatchKey, prompt: PromptOfGroup) -> list[Verdict]:
+        """Expects one more group of an open batch. Call it before the prompt is written.
+
+        Returns:
+            What becomes of its samples that an earlier attempt had left.
+        """
+        batch = self._open[key]
+        group = len(batch.prompts)
+        batch.prompts = [*batch.prompts, prompt]
+        batch.open_groups[group] = batch.samples_per_prompt
+        batch.counts = replace(batch.counts, expected=batch.counts.expected + batch.samples_per_prompt)
+        batch.missing_refills -= 1
+        return [self._offer_earlier(rollout) for rollout in batch.early.pop(group, [])]
 
     def batch(self, key: BatchKey) -> BatchIntake:
         """An open batch."""
@@ -244,7 +169,7 @@ class Acceptance:
             return self._late(key, rollout)
         if not batch.holds(key):
             return Verdict(None, dead_letter=f"sample {key} was never asked for")
-        if key in batch.outcomes:
+        if batch.has(key):
             if rollout.status != ROLLOUT_STATUS_FAILED:
                 self._count_again(batch, key)
             return Verdict(None)
@@ -256,7 +181,7 @@ class Acceptance:
         except RecordError as error:
             batch.rejected += 1
             return Verdict(_rejection(key, rollout, str(error)), dead_letter=str(error))
-        return Verdict(self._take(batch, key, rollout))
+        return self._take(batch, key, rollout, is_earlier=False)
 
     def _offer_earlier(self, rollout: Rollout) -> Verdict:
         """What an earlier attempt has left behind. Whatever cannot be used is passed over in silence: it was told and
@@ -274,19 +199,36 @@ class Acceptance:
             return Verdict(None)
         key = SampleKey.from_proto(rollout.id)
         batch = self._open.get(key.batch_key)
+        if batch is not None and len(batch.prompts) <= key.group and self._rules.max_refills:
+            batch.early.setdefault(key.group, []).append(rollout)
+            return Verdict(None)
         if batch is None or not batch.holds(key):
             return Verdict(None)
-        if key in batch.outcomes:
+        if batch.has(key):
             self._count_again(batch, key)
             return Verdict(None)
-        outcome = self._take(batch, key, rollout)
-        self.reused += outcome.outcome == OUTCOME_ACCEPTED
-        return Verdict(outcome)
+        return self._take(batch, key, rollout, is_earlier=True)
+
+    def scored(self, key: SampleKey, reward: float | RewardError) -> SampleOutcome:
+        """Takes the reward of an answer that was handed out to be scored, or why it has none."""
+        batch = self._open[key.batch_key]
+        answer, is_earlier = batch.unscored.pop(key)
+        num_tokens = len(answer.token_ids)
+        if isinstance(reward, RewardError):
+            # Not a reward of 0; and the same answer would fail again.
+            return self._drop(batch, key, "infrastructure", str(reward), num_tokens)
+        self.reused += is_earlier
+        answer = replace(answer, reward=reward)
+        batch.answers[key] = answer
+        if key.purpose == PURPOSE_TRAIN:
+            batch.samples[key] = _train_sample(answer, batch.prompts[key.group].token_ids)
+            batch.arrived.append(batch.samples[key])
+        return self._resolve(batch, key, _outcome(key, OUTCOME_ACCEPTED, num_tokens=num_tokens))
 
     def abandon(self, key: SampleKey, reason: str) -> SampleOutcome | None:
         """The scheduler says that a sample will not come. Returns what to confirm; None when there is nothing to."""
         batch = self._open.get(key.batch_key)
-        if batch is None or not batch.holds(key) or key in batch.outcomes:
+        if batch is None or not batch.holds(key) or batch.has(key):
             return None
         batch.given_up.add(key)
         return self._drop(batch, key, "abandoned", reason, num_tokens=0)
@@ -313,13 +255,13 @@ class Acceptance:
         else:
             batch.counts = replace(batch.counts, duplicate=batch.counts.duplicate + 1)
 
-    def _take(self, batch: BatchIntake, key: SampleKey, rollout: Rollout) -> SampleOutcome:
+    def _take(self, batch: BatchIntake, key: SampleKey, rollout: Rollout, *, is_earlier: bool) -> Verdict:
         num_tokens = len(rollout.token_ids)
         if batch.key.purpose == PURPOSE_EVALUATION:
             foreign = {span.weight_version for span in rollout.version_spans} - {batch.key.batch}
             if foreign:
                 batch.rejected += 1
-                return _rejection(key, rollout, f"tokens come from version {sorted(foreign)[0]}")
+                return Verdict(_rejection(key, rollout, f"tokens come from version {sorted(foreign)[0]}"))
         batch.counts = replace(
             batch.counts,
             received=batch.counts.received + 1,
@@ -328,35 +270,30 @@ class Acceptance:
         is_training = batch.key.purpose == PURPOSE_TRAIN
         if is_training and rollout.logprob_mode != LOGPROB_MODE_PROCESSED:
             reason = "log-probs are not those of the sampled distribution"
-            return self._drop(batch, key, "infrastructure", reason, num_tokens)
+            return Verdict(self._drop(batch, key, "infrastructure", reason, num_tokens))
         age = 0
         if is_training:
             try:
                 age = staleness(key.batch, (span.weight_version for span in rollout.version_spans))
             except ValueError as error:
-                return self._drop(batch, key, "stale", str(error), num_tokens)
+                return Verdict(self._drop(batch, key, "stale", str(error), num_tokens))
             if age > self._rules.max_staleness:
                 reason = f"staleness {age} is above {self._rules.max_staleness}"
-                return self._drop(batch, key, "stale", reason, num_tokens)
-        truncated = rollout.finish_reason == FINISH_REASON_LENGTH
-        token_ids = list(rollout.token_ids)
-        try:
-            reward = self._score(batch.prompts[key.group], token_ids, truncated)
-        except RewardError as error:
-            # Not a reward of 0; and the same answer would fail again.
-            return self._drop(batch, key, "infrastructure", str(error), num_tokens)
-        batch.answers[key] = Answer(
+                return Verdict(self._drop(batch, key, "stale", reason, num_tokens))
+        answer = Answer(
             key=key,
-            token_ids=token_ids,
+            token_ids=list(rollout.token_ids),
             logprobs=list(rollout.logprobs),
             versions=[(span.weight_version, span.num_tokens) for span in rollout.version_spans],
-            reward=reward,
-            truncated=truncated,
+            reward=math.nan,
+            truncated=rollout.finish_reason == FINISH_REASON_LENGTH,
             staleness=age,
             instance=rollout.instance,
             generation_s=max(0.0, rollout.timings.finished_s - rollout.timings.started_s),
         )
-        return self._resolve(batch, key, _outcome(key, OUTCOME_ACCEPTED, num_tokens=num_tokens))
+        batch.unscored[key] = (answer, is_earlier)
+        unscored = Unscored(key, batch.prompts[key.group], answer.token_ids, answer.truncated)
+        return Verdict(None, unscored=unscored)
 
     def _drop(
         self, batch: BatchIntake, key: SampleKey, drop_reason: DropReason, detail: str, num_tokens: int
@@ -381,50 +318,29 @@ class Acceptance:
         if batch.key.purpose == PURPOSE_EVALUATION:
             batch.counts = replace(batch.counts, trained=batch.counts.trained + len(answers))
             return
-        settled = settle_group(answers, batch.samples_per_prompt, self._rules)
-        for drop_reason, dropped in settled.dropped:
+        verdict = judge_group(answers, batch.samples_per_prompt, self._rules)
+        for drop_reason, dropped in verdict.dropped:
             batch.counts = batch.counts.drop(drop_reason)
             batch.dropped_lengths.append(len(dropped.token_ids))
+        batch.equal_groups += verdict.rewards_are_equal
+        if verdict.wants_refill and batch.num_refills < self._rules.max_refills:
+            batch.num_refills += 1
+            batch.missing_refills += 1
+            self._wanted_refills.append(batch.key)
+        if not any(trained for _, trained in verdict.compared):
+            return
+        penalties = [self._rules.penalty(answer) for answer, _ in verdict.compared]
+        if self._rules.overlong_buffer_tokens:
+            batch.overlong_penalties += penalties
+        settled = SettledGroup(
+            tuple(
+                ScoredSample(batch.samples[answer.key], answer.reward - penalty, trained)
+                for (answer, trained), penalty in zip(verdict.compared, penalties, strict=True)
+            )
+        )
         batch.counts = replace(batch.counts, trained=batch.counts.trained + len(settled.trained))
-        batch.equal_groups += settled.rewards_are_equal
-        prompt_token_ids = batch.prompts[group].token_ids
-        samples = [_train_sample(answer, advantage, prompt_token_ids) for answer, advantage in settled.trained]
-        worth_a_pass = [sample for sample in samples if sample.advantage != 0.0]
-        batch.trained += samples
-        batch.worth_a_pass += worth_a_pass
-        batch.waiting_tokens += sum(sample.num_tokens for sample in worth_a_pass)
-
-
-@dataclass(frozen=True, slots=True)
-class SettledGroup:
-    """What becomes of the answers of a group in which every sample has an outcome."""
-
-    trained: list[tuple[Answer, float]]
-    """With their advantages."""
-    dropped: list[tuple[DropReason, Answer]]
-    rewards_are_equal: bool = False
-
-
-def settle_group(answers: Sequence[Answer], num_asked: int, rules: AcceptanceRules) -> SettledGroup:
-    """Applies the policies for incomplete groups and truncated answers, and computes advantages.
-
-    Args:
-        answers: those that were accepted.
-        num_asked: samples of the group that were asked for.
-    """
-    incomplete = len(answers) < num_asked
-    if len(answers) < 2 or (incomplete and rules.incomplete_groups == "drop"):
-        return SettledGroup([], [("filtered", answer) for answer in answers])
-    rewards = [answer.reward for answer in answers]
-    advantages = ALGORITHMS[rules.algorithm].advantages(rewards)
-    trained: list[tuple[Answer, float]] = []
-    dropped: list[tuple[DropReason, Answer]] = []
-    for answer, advantage in zip(answers, advantages, strict=True):
-        if answer.truncated and not TRAINS_TRUNCATED[rules.truncated]:
-            dropped.append(("truncated", answer))
-        else:
-            trained.append((answer, advantage))
-    return SettledGroup(trained, dropped, rewards_are_equal(rewards))
+        batch.trained += settled.trained
+        batch.groups.append(settled)
 
 
 def check_consistency(rollout: Rollout) -> None:
@@ -476,13 +392,13 @@ def _rejection(key: SampleKey, rollout: Rollout, reason: str) -> SampleOutcome:
     return rejection
 
 
-def _train_sample(answer: Answer, advantage: float, prompt_token_ids: Sequence[int]) -> TrainSample:
+def _train_sample(answer: Answer, prompt_token_ids: Sequence[int]) -> TrainSample:
     own_version = [version == answer.key.batch for version, count in answer.versions for _ in range(count)]
     return TrainSample(
         identity=(answer.key.batch, answer.key.group, answer.key.sample),
         prompt_token_ids=prompt_token_ids,
         answer_token_ids=answer.token_ids,
         behaviour_logprobs=answer.logprobs,
-        advantage=advantage,
+        advantage=0.0,
         own_version=own_version,
     )

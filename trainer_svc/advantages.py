@@ -1,10 +1,15 @@
-"""From the rewards of a group to the advantages of its samples, and which samples are trained: pure functions.
+"""From rewards to advantages, in a group or over a whole batch, and which samples are trained: pure functions.
 
-Losses are in trainer_svc/losses.py; rewards themselves in trainer_svc/rewards.py.
+Losses are in trainer_svc/losses.py; rewards themselves in trainer_svc/rewards.py. When there is enough to compute an
+advantage is decided in trainer_svc/batch_training.py.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EQUAL_REWARDS_TOLERANCE = 1e-6
 """Rewards whose range is at most this are equal: their differences are rounding, not signal."""
@@ -56,9 +61,71 @@ def leave_one_out(rewards: Sequence[float]) -> list[float]:
 GroupAdvantages = Callable[[Sequence[float]], list[float]]
 """From the rewards of a group, in the order of its samples."""
 
+
+def generalised_advantages(
+    rewards: "Tensor", values: "Tensor", *, discount: float, trace: float
+) -> tuple["Tensor", "Tensor"]:
+    """Generalised advantage estimation (Schulman et al. 2016, Eq 16): advantages of tokens, and returns to fit a critic
+    to.
+
+    With delta_t = reward_t + discount * value_{t+1} - value_t, an advantage is the sum of
+    (discount * trace)^l * delta_{t+l} over what follows, and a return is advantage + value. An answer's last token ends
+    it: nothing has a value after it. So has an answer that was cut.
+
+    Args:
+        rewards: (samples, tokens), of having written each token; 0 after an answer's end.
+        values: (samples, tokens), of the state before each token; 0 after an answer's end. All 0: there is no critic,
+            and with `trace` 1 the advantages are discounted returns.
+        discount: gamma, 0 to 1.
+        trace: lambda, 0 to 1.
+
+    Returns:
+        Advantages and returns, (samples, tokens); 0 after an answer's end.
+    """
+    import torch
+
+    advantages = torch.zeros_like(values)
+    following = torch.zeros_like(values[:, 0])
+    next_values = torch.zeros_like(following)
+    for token in range(values.shape[1] - 1, -1, -1):
+        delta = rewards[:, token] + discount * next_values - values[:, token]
+        following = delta + discount * trace * following
+        advantages[:, token] = following
+        next_values = values[:, token]
+    return advantages, advantages + values
+
+
+def normalised(advantages: "Tensor", trained: "Tensor") -> "Tensor":
+    """(advantage - mean) / standard deviation over all trained tokens of a batch (REINFORCE++, Hu 2025, Eq 10; PPO as
+    in Ouyang et al. 2022's code).
+
+    When they are equal within the tolerance of rewards, all are 0.
+
+    Args:
+        advantages: (samples, tokens).
+        trained: (samples, tokens), bool: at least one.
+
+    Returns:
+        (samples, tokens), 0 where a token is not trained.
+    """
+    chosen = advantages[trained]
+    if float(chosen.max() - chosen.min()) <= EQUAL_REWARDS_TOLERANCE:
+        return advantages * 0
+    return (advantages - chosen.mean()) / chosen.std(correction=0) * trained
+
+
+def overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: int) -> float:
+    """What an answer's reward loses for its length: 0 up to max_tokens - buffer_tokens, then linearly 1 at max_tokens
+    (soft overlong punishment, DAPO, Yu et al. 2025, Eq 13, whose L_cache is the buffer). 0 without a buffer."""
+    if buffer_tokens == 0:
+        return 0.0
+    return min(1.0, max(0.0, (num_tokens - (max_tokens - buffer_tokens)) / buffer_tokens))
+
+
 TRAINS_TRUNCATED: Mapping[str, bool] = {"train": True, "mask": False}
 """By `trainer.truncated`, what becomes of an answer that was cut at `max_tokens`.
 
 `train`: trained with the reward it got. `mask`: neither in the loss nor in its denominator, counted as
-dropped.truncated. Its reward counts in its group's mean and deviation either way: the prompt was that hard.
+dropped.truncated. Its reward counts in its group's mean and deviation either way: the prompt was that hard. What is
+normalised over a batch is so over trained tokens alone.
 """

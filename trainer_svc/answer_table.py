@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trainer_svc.acceptance import BatchIntake
+from trainer_svc.batch_intake import BatchIntake
 
 Describe = Callable[[Any, Sequence[int]], Mapping[str, str]]
 """What a prompt and the token ids of an answer say, as columns."""

@@ -5,6 +5,7 @@
         state.json                    the trainer's own: iteration, data cursor, counters, Kafka positions
         random-0.safetensors          random states, one file a rank
         deepspeed/...                 weights, master weights, optimizer; DeepSpeed's pickles
+    critic/deepspeed/...          the same of the critic, where there is one
 
 Every rank writes into a folder with another ending, syncs and digests its share of the files; after that rank 0 writes
 the manifest and renames. A crash at any point leaves a folder that nothing takes for a checkpoint, and the ones before
@@ -39,7 +40,7 @@ _STATE = "state.json"
 
 
 class Saved(Protocol):
-    """What fills a checkpoint, on all ranks: the policy."""
+    """What fills a checkpoint, on all ranks: all that learns."""
 
     def save(self, folder: Path) -> None:
         """Writes files into the folder; returns on every rank when all ranks have written."""
@@ -49,7 +50,7 @@ class Saved(Protocol):
 
 
 def save_checkpoint(
-    folder: Path, *, attempt: int, iteration: int, policy: Saved, state: Mapping[str, Any], keep: int, ranks: Ranks
+    folder: Path, *, attempt: int, iteration: int, saved: Saved, state: Mapping[str, Any], keep: int, ranks: Ranks
 ) -> Path:
     """Makes a checkpoint and deletes all but the newest `keep`; returns its folder. Every rank calls it.
 
@@ -71,7 +72,7 @@ def save_checkpoint(
         _remove_leftovers(folder)
         unfinished.mkdir(parents=True)
     ranks.barrier()
-    policy.save(unfinished)
+    saved.save(unfinished)
     safetensors.torch.save_file(_random_states(), unfinished / f"random-{ranks.rank}.safetensors")
     if ranks.rank == 0:
         (unfinished / _STATE).write_text(json.dumps(state, indent=1))
@@ -122,8 +123,8 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def load_checkpoint(checkpoint: Path, *, policy: Saved, ranks: Ranks) -> dict[str, Any]:
-    """Loads policy and random states and returns the state. Every rank calls it.
+def load_checkpoint(checkpoint: Path, *, saved: Saved, ranks: Ranks) -> dict[str, Any]:
+    """Loads what was saved and random states and returns the state. Every rank calls it.
 
     All digests are checked first, each rank its share: nothing is unpickled that differs from what was written.
 
@@ -146,7 +147,7 @@ def load_checkpoint(checkpoint: Path, *, policy: Saved, ranks: Ranks) -> dict[st
             f"{checkpoint} is damaged: {', '.join(wrong)} differ from the manifest; "
             "delete or move this folder to resume from the checkpoint before it"
         )
-    policy.load(checkpoint)
+    saved.load(checkpoint)
     _restore_random_states(safetensors.torch.load_file(checkpoint / f"random-{ranks.rank}.safetensors"))
     return load_state(checkpoint)
 

@@ -1,21 +1,27 @@
 """Takes rollouts from topic `rollouts` in a thread, and hands trainable samples to the training thread.
 
 The decisions are in trainer_svc/acceptance.py. Here are the lock around them, the wake-up of who waits, what goes to
-the scheduler and to `dead-letters`, and the position from which everything unfinished could be read again.
+the scheduler and to `dead-letters`, and the position from which everything unfinished could be read again. Rewards are
+computed elsewhere, many at once, and outside of the lock: a slow one holds up its own sample only.
 """
 
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from streamrl.errors import RecordError
 from streamrl.identity import BatchKey, SampleKey
 from streamrl.kafka.reader import Record
 from streamrl.v1.scheduler_pb2 import AbandonedSample, SampleOutcome
-from trainer_svc.acceptance import Acceptance, BatchIntake, PromptOfGroup, parse_rollout
-from trainer_svc.microbatches import TrainSample
+from trainer_svc.acceptance import Acceptance, Verdict, parse_rollout
+from trainer_svc.batch_intake import BatchIntake, Intake, PromptOfGroup
+from trainer_svc.reward_input import RewardError
+from trainer_svc.rewards import RewardScore
 from trainer_svc.rollout_counts import RolloutCounts
 
 logger = logging.getLogger(__name__)
@@ -27,9 +33,16 @@ class Progress:
 
     resolved: int
     expected: int
+    being_scored: int = 0
+    """Have come, and wait for their reward."""
 
     def __str__(self) -> str:
-        return f"{self.resolved} of {self.expected}"
+        scored = f", {self.being_scored} wait for their reward" if self.being_scored else ""
+        return f"{self.resolved} of {self.expected}{scored}"
+
+
+Score = Callable[[Any, Sequence[int], bool], "Future[RewardScore]"]
+"""Has an answer scored: prompt, token ids, whether it is truncated. The result may raise RewardError."""
 
 
 class Collector:
@@ -39,23 +52,30 @@ class Collector:
         self,
         acceptance: Acceptance,
         *,
+        score: Score,
         report: Callable[[SampleOutcome], None],
         dead_letter: Callable[[Record, str], None],
+        refill: Callable[[BatchKey], None],
     ) -> None:
         """
         Args:
             report: what became of a sample, for the scheduler.
             dead_letter: a record that could not be handled, and why.
+            refill: one more prompt is wanted for a batch; brings it by `extend`.
         """
         self._acceptance = acceptance
+        self._score = score
         self._report = report
         self._dead_letter = dead_letter
+        self._refill = refill
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._positions: dict[int, int] = {}
         self._there_before: Mapping[int, int] = {}
         self._first_seen: dict[BatchKey, dict[int, int]] = {}
         self._last_resolved_s = time.monotonic()
+        self._early: list[Verdict] = []
+        """Of answers that an earlier attempt left to prompts that were asked for just now."""
 
     # What the reader's and the reporter's threads call.
 
@@ -64,22 +84,20 @@ class Collector:
         try:
             for record in records:
                 self._on_record(record)
+                self._ask_for_refills()
             with self._changed:
                 self._changed.notify_all()
         except Exception as error:  # the edge of the reader's thread: whoever waits must learn of it
             self.fail(error)
 
     def on_abandoned(self, samples: Iterable[AbandonedSample]) -> None:
-        """The scheduler gave these up."""
-        for sample in samples:
-            key = SampleKey.from_proto(sample.id)
-            with self._changed:
-                outcome = self._acceptance.abandon(key, sample.reason)
-                if outcome is not None:
-                    logger.warning("sample %s was given up: %s", key, sample.reason)
-                    self._progressed()
-            if outcome is not None:
-                self._report(outcome)
+        """The scheduler gave these up. Never raises, as `on_records`."""
+        try:
+            for sample in samples:
+                self._on_abandoned(SampleKey.from_proto(sample.id), sample.reason)
+                self._ask_for_refills()
+        except Exception as error:  # the edge of the reporter's thread
+            self.fail(error)
 
     def fail(self, error: BaseException) -> None:
         """Something that training needs has ended: the first such error is raised by who waits here."""
@@ -106,12 +124,16 @@ class Collector:
             self._there_before = there
 
     def wait_read(self, ends: Mapping[int, int], patience_s: float) -> bool:
-        """Waits until everything below these offsets has been read. False when nothing came for `patience_s`."""
+        """Waits until everything below these offsets has been read, and what is of use of it scored. False when nothing
+        came for `patience_s`; a reward is waited for as long as it takes."""
         with self._changed:
             while any(self._positions.get(partition, 0) < end for partition, end in ends.items()):
                 self._raise_error()
                 if not self._changed.wait(patience_s):
                     return False
+            while any(self._acceptance.batch(key).unscored for key in self._acceptance.open_batches()):
+                self._raise_error()
+                self._changed.wait()
             return True
 
     def open(self, key: BatchKey, prompts: Sequence[PromptOfGroup], samples_per_prompt: int) -> None:
@@ -119,16 +141,21 @@ class Collector:
         with self._changed:
             self._acceptance.open(key, prompts, samples_per_prompt)
 
-    def take(self, key: BatchKey, min_tokens: int | None, timeout_s: float) -> tuple[list[TrainSample], bool] | None:
-        """The trainable samples of a batch that were not taken yet, as soon as they are enough.
+    def extend(self, key: BatchKey, prompt: PromptOfGroup) -> None:
+        """Expects one more group of a batch; call it before its prompt is written."""
+        with self._changed:
+            # Followed when the prompt has been written: what comes of them may ask for the next one.
+            self._early += self._acceptance.extend(key, prompt)
+            self._progressed()
 
-        Samples of advantage 0 are left out: they have no gradient.
+    def take(self, key: BatchKey, enough: Callable[[BatchIntake], bool] | None, timeout_s: float) -> Intake | None:
+        """What came of a batch and was not taken yet, as soon as it is enough or the batch is complete.
 
         Args:
-            min_tokens: enough is this many tokens, prompts included, or the end of the batch; None: only its end.
+            enough: None: only a complete batch is.
 
         Returns:
-            The samples, and whether the batch is complete (nothing more will come); None after `timeout_s`.
+            None after `timeout_s`.
 
         Raises:
             whatever was handed to `fail`.
@@ -138,8 +165,8 @@ class Collector:
             while True:
                 self._raise_error()
                 batch = self._acceptance.batch(key)
-                if batch.complete or (min_tokens is not None and batch.waiting_tokens >= min_tokens):
-                    return batch.take(), batch.complete
+                if batch.complete or (enough is not None and enough(batch)):
+                    return batch.take()
                 remaining = deadline - time.monotonic()
                 if remaining <= 0 or not self._changed.wait(remaining):
                     return None
@@ -162,7 +189,7 @@ class Collector:
     def progress(self, key: BatchKey) -> Progress:
         with self._changed:
             batch = self._acceptance.batch(key)
-            return Progress(batch.num_resolved, batch.num_samples)
+            return Progress(batch.num_resolved, batch.num_samples, len(batch.unscored))
 
     def waiting_rollouts(self) -> int:
         """Samples of open batches that arrived; those that training has begun with included."""
@@ -210,7 +237,7 @@ class Collector:
             return time.monotonic() - self._last_resolved_s
 
     def _on_record(self, record: Record) -> None:
-        outcome, reason = None, ""
+        verdict, reason = Verdict(None), ""
         with self._changed:
             self._positions[record.partition] = record.offset + 1
             was_there = record.offset < self._there_before.get(record.partition, 0)
@@ -221,17 +248,68 @@ class Collector:
                 reason = "" if was_there else str(error)
             else:
                 verdict = self._acceptance.offer(rollout, was_there=was_there)
-                outcome, reason = verdict.outcome, verdict.dead_letter
+                reason = verdict.dead_letter
                 key = SampleKey.from_proto(rollout.id).batch_key
                 if key in self._acceptance.open_batches():
                     self._first_seen.setdefault(key, {}).setdefault(record.partition, record.offset)
-            if outcome is not None:
+            if verdict.outcome is not None or verdict.unscored is not None:
                 self._progressed()
         if reason:
             self._dead_letter(record, reason)
-        if outcome is not None:
-            logger.debug("%s: sample %s %s", record, SampleKey.from_proto(outcome.id), outcome.outcome)
+        self._follow(verdict)
+
+    def _follow(self, verdict: Verdict) -> None:
+        """Has an answer scored, or tells the scheduler what became of it. Not under the lock."""
+        if verdict.outcome is not None:
+            logger.debug("sample %s %s", SampleKey.from_proto(verdict.outcome.id), verdict.outcome.outcome)
+            self._report(verdict.outcome)
+        if verdict.unscored is not None:
+            unscored = verdict.unscored
+            future = self._score(unscored.prompt, unscored.token_ids, unscored.truncated)
+            future.add_done_callback(partial(self._on_scored, unscored.key))
+
+    def _on_scored(self, key: SampleKey, score: "Future[RewardScore]") -> None:
+        """Takes a reward, in whatever thread had it last. Never raises, as `on_records`."""
+        try:
+            reward: float | RewardError = score.result().total
+        except RewardError as error:
+            reward = error
+        except CancelledError:
+            return  # the run is over
+        except Exception as error:  # the edge of that thread
+            self.fail(error)
+            return
+        try:
+            with self._changed:
+                outcome = self._acceptance.scored(key, reward)
+                self._progressed()
             self._report(outcome)
+            self._ask_for_refills()
+        except Exception as error:  # the edge of that thread
+            self.fail(error)
+
+    def _on_abandoned(self, key: SampleKey, reason: str) -> None:
+        with self._changed:
+            outcome = self._acceptance.abandon(key, reason)
+            if outcome is not None:
+                logger.warning("sample %s was given up: %s", key, reason)
+                self._progressed()
+        if outcome is not None:
+            self._report(outcome)
+
+    def _ask_for_refills(self) -> None:
+        # Not under the lock: whoever brings a prompt has a lock of its own, and calls `extend` under it.
+        while True:
+            with self._changed:
+                wanted = self._acceptance.take_wanted_refills()
+            if not wanted:
+                return
+            for key in wanted:
+                self._refill(key)
+            with self._changed:
+                early, self._early = self._early, []
+            for verdict in early:
+                self._follow(verdict)
 
     def _progressed(self) -> None:
         self._last_resolved_s = time.monotonic()

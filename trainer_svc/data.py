@@ -20,10 +20,12 @@ from trainer_svc.data_sources import (
     COUNTING,
     REASONING_GYM,
     Fields,
+    Joined,
     Messages,
     Record,
     Source,
     check_source,
+    open_levels,
     open_source,
 )
 from trainer_svc.settings import DataSection
@@ -74,12 +76,15 @@ class PromptSet(Sequence[Prompt]):
             num_too_long: how many are left out for their length.
         """
         self.num_too_long = num_too_long
+        self.levels: npt.NDArray[np.int64] | None = None
+        """Of each prompt, from 0 on, where a curriculum orders them."""
         self._source = source
-        self._rows = rows
+        self.rows = rows
+        """Of the source, by index."""
         self._tokens = tokens
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     @overload
     def __getitem__(self, index: int) -> Prompt: ...
@@ -91,7 +96,7 @@ class PromptSet(Sequence[Prompt]):
         if isinstance(index, slice):
             return [self[one] for one in range(*index.indices(len(self)))]
         index = range(len(self))[index]
-        row = int(self._rows[index])
+        row = int(self.rows[index])
         (record,) = self._source.read(row, row + 1)
         return Prompt(record.id, self._tokens[index], record)
 
@@ -104,7 +109,7 @@ class PromptSet(Sequence[Prompt]):
     def digest(self) -> str:
         """BLAKE3, hex, over rows and token ids: a resumed run must find the same prompts."""
         digest = new_digest()
-        digest.update(self._rows.tobytes())
+        digest.update(self.rows.tobytes())
         digest.update(self._tokens.ends.tobytes())
         digest.update(self._tokens.token_ids.tobytes())
         return digest.hexdigest()
@@ -131,8 +136,13 @@ def load_prompts(data: DataSection, tokenizer: Any, *, seed: int, num_eval_promp
         held_out=num_eval_prompts,
     )
     evaluation, eval_identities = _prepare("evaluation", held_out, renderer, excluded=frozenset())
-    source = open_source(data.train, fields=_fields(data), task_options=data.reasoning_gym, seed=seed, held_out=None)
-    train, _ = _prepare("training", source, renderer, excluded=eval_identities)
+    if data.curriculum:
+        train = _prepare_levels(data, renderer, seed, excluded=eval_identities)
+    else:
+        source = open_source(
+            data.train, fields=_fields(data), task_options=data.reasoning_gym, seed=seed, held_out=None
+        )
+        train, _ = _prepare("training", source, renderer, excluded=eval_identities)
     return PromptSets(train, evaluation)
 
 
@@ -145,6 +155,9 @@ def check_data(data: DataSection) -> None:
     _check_template(data)
     for name in (data.train, _evaluation_source(data)):
         check_source(name, fields=_fields(data), task_options=data.reasoning_gym)
+    if data.curriculum:
+        for level in open_levels(data.train, task_options=data.reasoning_gym, seed=0):
+            level.read(0, 1)
 
 
 def _fields(data: DataSection) -> Fields:
@@ -291,6 +304,17 @@ def _prepare(
         num_excluded,
     )
     return prompts, frozenset(identities)
+
+
+def _prepare_levels(data: DataSection, renderer: _Renderer, seed: int, excluded: frozenset[str]) -> PromptSet:
+    """The levels of a curriculum as one set; levels of which nothing is left have no number."""
+    joined = Joined(open_levels(data.train, task_options=data.reasoning_gym, seed=seed))
+    train, _ = _prepare("training", joined, renderer, excluded)
+    of_rows = np.searchsorted(joined.ends, train.rows, side="right")
+    train.levels = np.unique(of_rows, return_inverse=True)[1].astype(np.int64)
+    counts = np.bincount(train.levels)
+    logger.info("%d levels of %s prompts", len(counts), ", ".join(map(str, counts)))
+    return train
 
 
 def _chunks(source: Source) -> Iterator[tuple[int, list[Record]]]:

@@ -10,6 +10,7 @@ import difflib
 import importlib.util
 import itertools
 import json
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from typing import Any, Protocol
 from streamrl.digest import bytes_digest
 from trainer_svc.counting_task import CountingPrompt, held_out_prompts, train_prompts
 from trainer_svc.json_lines import JsonLines, parse_row
+
+logger = logging.getLogger(__name__)
 
 COUNTING = "counting"
 REASONING_GYM = "reasoning_gym:"
@@ -119,6 +122,71 @@ def check_source(name: str, *, fields: Fields, task_options: Mapping[str, Any]) 
     _check_first_rows(_files(name), fields)
 
 
+def open_levels(name: str, *, task_options: Mapping[str, Any], seed: int) -> list[Source]:
+    """The training prompts of each level of a reasoning-gym task's curriculum, the easiest first.
+
+    Args:
+        name: `reasoning_gym:TASK`.
+        task_options: for what the levels leave open; `size` is the number of prompts of each level.
+
+    Raises:
+        ValueError: as `check_source`, or the task has no curriculum.
+    """
+    task = name.removeprefix(REASONING_GYM)
+    # Says what is wrong with task and options, if anything is.
+    _TaskSource(task, task_options, seed=seed, held_out=None)
+    from reasoning_gym.factory import create_curriculum, has_curriculum
+
+    if not has_curriculum(task):
+        raise ValueError(f"data.curriculum: reasoning-gym has none for task {task}")
+    curriculum = create_curriculum(task)
+    attributes = curriculum.attributes.values()
+    fields = [
+        getattr(attribute, field)
+        for attribute in attributes
+        for field in ("field_name", "lower_field_name", "upper_field_name")
+        if hasattr(attribute, field)
+    ]
+    given = {option: value for option, value in task_options.items() if option != "size"}
+    levels: list[dict[str, Any]] = []
+    sources: list[Source] = []
+    for level in range(max(len(attribute.levels) for attribute in attributes)):
+        curriculum.set_global_level(level)
+        configuration = curriculum.generate_configuration(given)
+        options = {**task_options, **{field: getattr(configuration, field) for field in fields}}
+        if options in levels:
+            continue
+        try:
+            sources.append(_TaskSource(task, options, seed=seed, held_out=None))
+        except ValueError as error:  # some curricula offer more than their task takes
+            logger.warning("level %d of the curriculum of %s is left out: %s", level, task, error)
+        else:
+            levels.append(options)
+    if not sources:
+        raise ValueError(f"data.curriculum: task {task} refuses each level of its curriculum")
+    return sources
+
+
+class Joined:
+    """Sources one after the other."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = sources
+        self.ends = list(itertools.accumulate(len(source) for source in sources))
+        """For each source the number of records in it and all before it."""
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def read(self, start: int, stop: int) -> list[Record]:
+        records = []
+        for source, end in zip(self._sources, self.ends, strict=True):
+            first = end - len(source)
+            if start < end and first < stop:
+                records += source.read(max(start, first) - first, min(stop, end) - first)
+        return records
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """ " (did you mean X?)" where a known name is near, else nothing."""
     near = difflib.get_close_matches(name, list(names), n=1)
@@ -146,7 +214,6 @@ class _TaskSource:
 
         if task not in DATASETS:
             raise ValueError(f"data: reasoning-gym has no task {task!r}{nearest(task, DATASETS)}")
-        self._task = task
         self._options = {name: value for name, value in options.items() if name != "size"}
         known = {field.name for field in dataclasses.fields(DATASETS[task][1])} - {"seed"}
         for name in self._options:
@@ -159,6 +226,8 @@ class _TaskSource:
         if not isinstance(self._size, int) or self._size < 1:
             raise ValueError(f"data.reasoning_gym.size is {self._size!r}, expected a number of prompts")
         task_seed = _HELD_OUT_TASK_SEED if held_out is not None else (seed * _TASK_SEED_STEP) % 2**31
+        # The task's checker and the question are found again by these (reward `reasoning_gym`).
+        self._origin = {"task": task, "task_options": self._options, "task_seed": task_seed, "task_size": self._size}
         try:
             self._questions = create_dataset(task, size=self._size, seed=task_seed, **self._options)
         except (AssertionError, TypeError, ValueError) as error:
@@ -168,11 +237,11 @@ class _TaskSource:
         return self._size
 
     def read(self, start: int, stop: int) -> list[Record]:
-        return [self._record(self._questions[index]) for index in range(start, min(stop, self._size))]
+        return [self._record(index) for index in range(start, min(stop, self._size))]
 
-    def _record(self, entry: dict[str, Any]) -> Record:
-        # The task's checker is found again by these two (reward `reasoning_gym`).
-        metadata = {**entry["metadata"], "task": self._task, "task_options": self._options}
+    def _record(self, index: int) -> Record:
+        entry = self._questions[index]
+        metadata = {**entry["metadata"], **self._origin, "task_index": index}
         question = entry["question"]
         return Record(question, str(entry["answer"]), _id_of(question), metadata)
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from streamrl.identity import BatchKey
-from trainer_svc.acceptance import BatchIntake
+from trainer_svc.batch_intake import BatchIntake
 from trainer_svc.collector import Collector, Progress
 from trainer_svc.figures import evaluation_figures
 from trainer_svc.lineage import EvaluationResult

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trainer_svc.acceptance import Answer, BatchIntake
+    from trainer_svc.batch_intake import BatchIntake
+    from trainer_svc.critic import CriticStats
+    from trainer_svc.groups import Answer
     from trainer_svc.policy import StepStats
 
 
@@ -27,6 +29,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("reward/mean", "reward", "mean reward of the batch's answers"),
     Figure("reward/std", "reward", "standard deviation of the rewards over the batch"),
     Figure("reward/equal_groups_share", "share", "groups whose rewards are all equal: they have no gradient"),
+    Figure("reward/overlong_penalty_mean", "reward", "what the answers of compared groups lose for their length, mean"),
     Figure("eval/accuracy", "reward", "mean reward of greedy answers to held-out prompts, of exactly one version"),
     Figure("eval/length_mean", "tokens", "mean length of those answers"),
     Figure("eval/truncated_share", "share", "those answers that were cut at generator.max_tokens"),
@@ -38,15 +41,28 @@ FIGURES: tuple[Figure, ...] = (
     Figure("length/dropped_mean", "tokens", "mean length of the rollouts that were dropped; only when there are any"),
     Figure("staleness/mean", "versions", "batch index minus the oldest version among an answer's tokens, mean"),
     Figure("staleness/max", "versions", "the largest staleness in the batch"),
-    Figure("loss/policy", "nats", "the loss of the step, divided by the batch's count"),
+    Figure("loss/policy", "nats", "the loss of the step, divided by its samples' count; mean over steps, as the next"),
     Figure("policy/entropy", "nats", "mean entropy of the next-token distribution over trained tokens"),
     Figure("policy/clip_fraction", "share", "trained tokens whose probability ratio was outside the clip range"),
     Figure("kl/behaviour_k3", "nats", "k3 estimate of KL(generator's policy || trained policy), a token"),
+    Figure("kl/reference_k3", "nats", "k3 estimate of KL(trained policy || reference), a token; with `trainer.kl`"),
     Figure(
         "policy/effective_sample_share",
         "share",
         "effective sample size of the tokens' importance weights, over their number: 1 when nothing is off-policy",
     ),
+    Figure(
+        "policy/importance_limited_share",
+        "share",
+        "tokens whose importance weight is above `trainer.importance_limit` or below its inverse",
+    ),
+    Figure("critic/loss", "reward^2", "half the squared error of the critic's values; with `ppo` only, as the next"),
+    Figure("critic/explained_variance", "share", "of the returns, by the values: 1 all, 0 no more than by their mean"),
+    Figure("critic/value_mean", "reward", "mean value over trained tokens"),
+    Figure("critic/return_mean", "reward", "mean return over trained tokens"),
+    Figure("critic/clip_fraction", "share", "tokens whose value moved further than `trainer.value_clip` in the batch"),
+    Figure("critic/grad_norm", "norm", "the critic's global gradient norm before clipping"),
+    Figure("critic/learning_rate", "rate", "learning rate of the critic's step"),
     Figure("grad/norm", "norm", "global gradient norm before clipping"),
     Figure("train/learning_rate", "rate", "learning rate of the step"),
     Figure("train/tokens", "tokens", "answer tokens that went through a pass; those of equal-reward groups do not"),
@@ -57,10 +73,14 @@ FIGURES: tuple[Figure, ...] = (
         "|log-prob difference| to the generator on tokens of the same version",
     ),
     Figure("mismatch/logprob_abs_diff_max", "nats", "the largest such difference in the batch"),
-    Figure("mismatch/own_tokens", "tokens", "tokens that those two are over; 0: nothing in the batch is that new"),
+    Figure("mismatch/kl_k3", "nats", "k3 estimate of KL(generator's policy || trained policy) on those tokens"),
+    Figure("mismatch/own_tokens", "tokens", "tokens that those three are over; 0: nothing in the batch is that new"),
     Figure("mismatch/behaviour_abs_diff_mean", "nats", "the same mean over all trained tokens, staleness included"),
     Figure("mismatch/canary_abs_diff_mean", "nats", "|log-prob difference| on the canaries, mean over instances"),
     Figure("mismatch/canary_abs_diff_max", "nats", "the largest such difference of any instance"),
+    Figure("data/epoch", "epochs", "how often the training prompts have been walked through"),
+    Figure("data/left_out", "prompts", "training prompts that are left out for their pass rates"),
+    Figure("data/level", "level", "of the curriculum that prompts are drawn from, from 0 on"),
     Figure("throughput/samples_per_s", "1/s", "samples trained in the iteration, over its time"),
     Figure("throughput/tokens_per_s", "1/s", "answer tokens received for the batch, over the iteration's time"),
     Figure("idle/trainer", "share", "of the time so far (blocking evaluations apart) in which the trainer waited"),
@@ -76,6 +96,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("weights/bytes_full", "bytes", "what all fetches so far would have been if each were full"),
     Figure("weights/bytes_sent", "bytes", "what they were"),
     Figure("rollouts/trained", "samples", "samples of the batch that took part in the step"),
+    Figure("rollouts/refills", "prompts", "asked for in the batch in place of prompts without spread"),
     Figure("rollouts/rejected", "samples", "rollouts of the batch that had failed and were to come again"),
     Figure("rollouts/duplicate", "samples", "second and later copies so far"),
     Figure("rollouts/dropped", "samples", "samples so far that were not trained, whatever the reason"),
@@ -96,8 +117,11 @@ def batch_figures(batch: "BatchIntake") -> dict[str, float]:
     figures = {
         "reward/equal_groups_share": batch.equal_groups / len(batch.prompts),
         "rollouts/trained": float(len(batch.trained)),
+        "rollouts/refills": float(batch.num_refills),
         "rollouts/rejected": float(batch.rejected),
     }
+    if batch.overlong_penalties:
+        figures["reward/overlong_penalty_mean"] = mean(batch.overlong_penalties)
     if batch.dropped_lengths:
         figures["length/dropped_mean"] = mean(batch.dropped_lengths)
     if not answers:
@@ -120,8 +144,29 @@ def batch_figures(batch: "BatchIntake") -> dict[str, float]:
     }
 
 
-def step_figures(stats: "StepStats") -> dict[str, float]:
-    """What an optimizer step shows. Figures over no tokens are left out: a 0 would look like agreement."""
+def steps_figures(policy: "Sequence[StepStats]", critic: "Sequence[CriticStats]") -> dict[str, float]:
+    """What the optimizer steps of a batch show: counts of tokens added up, maxima over all, of the rest the mean.
+    Figures over no tokens are left out: a 0 would look like agreement."""
+    return _joined([_step_figures(stats) for stats in policy]) | _joined([_critic_figures(stats) for stats in critic])
+
+
+_ADDED = ("train/tokens", "mismatch/own_tokens")
+
+
+def _joined(figures: Sequence[dict[str, float]]) -> dict[str, float]:
+    joined = {}
+    for name in dict.fromkeys(name for one in figures for name in one):
+        values = [one[name] for one in figures if name in one]
+        if name in _ADDED:
+            joined[name] = math.fsum(values)
+        elif name.endswith("_max"):
+            joined[name] = max(values)
+        else:
+            joined[name] = min(values) if name == "train/applied" else mean(values)
+    return joined
+
+
+def _step_figures(stats: "StepStats") -> dict[str, float]:
     figures = {
         "loss/policy": stats.loss,
         "grad/norm": stats.grad_norm,
@@ -136,14 +181,30 @@ def step_figures(stats: "StepStats") -> dict[str, float]:
             "policy/clip_fraction": stats.clip_fraction,
             "kl/behaviour_k3": stats.approx_kl,
             "policy/effective_sample_share": stats.effective_sample_share,
+            "policy/importance_limited_share": stats.importance_limited_share,
             "mismatch/behaviour_abs_diff_mean": stats.logprob_abs_diff_mean,
         }
+    if stats.reference_kl is not None:
+        figures["kl/reference_k3"] = stats.reference_kl
     if stats.num_own_tokens:
         figures |= {
             "mismatch/logprob_abs_diff_mean": stats.own_logprob_abs_diff_mean,
             "mismatch/logprob_abs_diff_max": stats.own_logprob_abs_diff_max,
+            "mismatch/kl_k3": stats.own_kl,
         }
     return figures
+
+
+def _critic_figures(stats: "CriticStats") -> dict[str, float]:
+    return {
+        "critic/loss": stats.loss,
+        "critic/explained_variance": stats.explained_variance,
+        "critic/value_mean": stats.value_mean,
+        "critic/return_mean": stats.return_mean,
+        "critic/clip_fraction": stats.clip_fraction,
+        "critic/grad_norm": stats.grad_norm,
+        "critic/learning_rate": stats.learning_rate,
+    }
 
 
 def evaluation_figures(answers: "Sequence[Answer]") -> dict[str, float]:

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from streamrl.digest import tokenizer_digest
@@ -16,8 +17,11 @@ from streamrl.kafka.topics import Topics, create_topics
 from streamrl.spans import SpanLog
 from streamrl.v1.sample_pb2 import SamplingSettings
 from streamrl.v1.weights_pb2 import ModelFile
-from trainer_svc.acceptance import Acceptance, AcceptanceRules, SharedVersion
+from trainer_svc.acceptance import Acceptance, SharedVersion
+from trainer_svc.algorithms import ALGORITHMS
 from trainer_svc.answer_table import AnswerTable
+from trainer_svc.assembly import recipe_of
+from trainer_svc.batch_training import BatchTraining
 from trainer_svc.collector import Collector
 from trainer_svc.control import TrainerControl
 from trainer_svc.evaluation import Evaluations
@@ -25,12 +29,13 @@ from trainer_svc.final_model import save_final_model
 from trainer_svc.fleet_figures import BusyMeter
 from trainer_svc.fleet_phase import FleetPhases
 from trainer_svc.fleet_watch import FleetWatch
+from trainer_svc.groups import AcceptanceRules
 from trainer_svc.learner import Learner
 from trainer_svc.lineage import TrainerState
-from trainer_svc.losses import aggregation_of
 from trainer_svc.outcome_reporter import OutcomeReporter
 from trainer_svc.pacing import pacing_of
 from trainer_svc.prompt_cursor import CursorState
+from trainer_svc.prompt_selection import Selection, SelectionRules, SelectionState
 from trainer_svc.prompt_writer import BatchShape, PromptWriter
 from trainer_svc.publisher import Publisher
 from trainer_svc.resumption import keep_tracker_run, tracker_run
@@ -127,9 +132,11 @@ def _assemble(
     producer = stack.enter_context(RecordProducer(connection))
     dead_letters = DeadLetters(producer, topics.dead_letters, service="trainer_svc", attempt=run.attempt)
     collector = Collector(
-        Acceptance(_rules_of(settings), task.score, state.counts, shared_version),
+        Acceptance(_rules_of(settings), state.counts, shared_version),
+        score=task.score,
         report=lambda outcome: reporter.report(outcome),
         dead_letter=dead_letters.send,
+        refill=lambda key: writer.refill(key),
     )
     phases = _phases(settings)
     reporter = _reporter(settings, collector, model_files, state.redispatched, phases)
@@ -180,7 +187,7 @@ def _assemble(
 
     parts = Parts(
         learner=learner,
-        aggregation=aggregation_of(trainer.aggregation, settings.generator.max_tokens),
+        begin_batch=partial(BatchTraining, recipe_of(settings), learner),
         pacing=pacing_of(settings, phases.set),
         writer=writer,
         collector=collector,
@@ -292,8 +299,25 @@ def _prompt_writer(
             stop_token_ids=task.stop_token_ids,
         ),
         open_batch=collector.open,
+        extend_batch=collector.extend,
         is_complete=collector.is_complete,
         first_batch=state.lineage.iteration,
+        selection=Selection(
+            _selection_rules_of(settings), SelectionState.from_json(state.selection), task.prompts.train.levels
+        ),
+    )
+
+
+def _selection_rules_of(settings: TrainerSettings) -> SelectionRules:
+    data = settings.data
+    return SelectionRules(
+        delay=settings.pipeline.max_staleness + 1,
+        right_reward=data.right_reward,
+        easy_pass_rate=data.easy_pass_rate,
+        hard_pass_rate=data.hard_pass_rate,
+        rest_iterations=data.rest_iterations,
+        level_accuracy=data.curriculum_accuracy,
+        level_iterations=data.curriculum_iterations,
     )
 
 
@@ -301,9 +325,13 @@ def _rules_of(settings: TrainerSettings) -> AcceptanceRules:
     return AcceptanceRules(
         attempt=settings.run.attempt,
         max_staleness=settings.pipeline.max_staleness,
-        algorithm=settings.trainer.algorithm,
+        min_samples=ALGORITHMS[settings.trainer.algorithm].min_samples_per_prompt,
         truncated=settings.trainer.truncated,
         incomplete_groups=settings.trainer.incomplete_groups,
+        max_refills=settings.max_refill_prompts,
+        max_tokens=settings.generator.max_tokens,
+        overlong_buffer_tokens=settings.overlong_buffer_tokens,
+        overlong_penalty=settings.trainer.overlong_penalty,
     )
 
 

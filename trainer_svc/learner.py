@@ -7,28 +7,42 @@ to do rank 0 says so now and then, so that a dead rank is noticed.
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 from torch import Tensor
 
 from trainer_svc.checkpoint import save_checkpoint
+from trainer_svc.critic import Critic, CriticStats
 from trainer_svc.losses import Aggregation
-from trainer_svc.microbatches import TrainSample, collate, cut, deal, decode, empty_micro_batch, encode
-from trainer_svc.policy import Policy, StepStats
+from trainer_svc.microbatches import (
+    MicroBatch,
+    TrainSample,
+    collate,
+    cut,
+    deal,
+    decode,
+    empty_micro_batch,
+    encode,
+    places,
+)
+from trainer_svc.networks import Networks
+from trainer_svc.policy import StepStats
 from trainer_svc.ranks import Ranks
-from trainer_svc.rows import RowCost, make_rows
+from trainer_svc.rows import Row, RowCost, make_rows
 
 logger = logging.getLogger(__name__)
 
 
 class Learner:
-    """Policy and ranks behind a few verbs."""
+    """Networks and ranks behind a few verbs."""
 
     def __init__(
         self,
-        policy: Policy,
+        networks: Networks,
         ranks: Ranks,
         *,
         aggregation: Aggregation,
@@ -39,7 +53,8 @@ class Learner:
         Args:
             row_cost: decides which answers to one prompt share a row; None: none do.
         """
-        self._policy = policy
+        self._networks = networks
+        self._policy = networks.policy
         self._ranks = ranks
         self._aggregation = aggregation
         self._micro_batch_tokens = micro_batch_tokens
@@ -49,21 +64,64 @@ class Learner:
     def num_ranks(self) -> int:
         return self._ranks.world_size
 
+    def prepare(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
+        """The same samples, in another order, with all that forward passes say of them."""
+        prepared = []
+        for parts, own in self._rounds("prepare", samples):
+            found = self._gather_found(self._networks.prepare(own))
+            for part, of_rank in zip(parts, found, strict=False):
+                rows = [row.samples for row in part]
+                first_target = min(len(row[0].prompt_token_ids) for row in rows)
+                whose = (sample for row in rows for sample in row)
+                for sample, place in zip(whose, places(rows), strict=True):
+                    answer = place.targets(first_target)
+                    of_sample = {name: values[place.row, answer].clone() for name, values in of_rank.items()}
+                    prepared.append(replace(sample, **of_sample))  # type: ignore[arg-type]
+        return prepared
+
     def accumulate(self, samples: Sequence[TrainSample]) -> None:
-        """Adds the samples' un-normalised gradients, in micro-batches dealt to the ranks."""
+        """Adds the samples' un-normalised gradients to the policy's, in micro-batches dealt to the ranks."""
+        for _, own in self._rounds("accumulate", samples):
+            self._policy.accumulate(own)
+
+    def accumulate_values(self, samples: Sequence[TrainSample]) -> None:
+        """The same to the critic's."""
+        for _, own in self._rounds("accumulate_values", samples):
+            self._critic.accumulate(own)
+
+    def _rounds(self, task: str, samples: Sequence[TrainSample]) -> Iterator[tuple[list[list[Row]], MicroBatch]]:
+        """Cuts samples into micro-batches and deals them; of each round what every rank has (those at the end may have
+        nothing), and what this one has."""
         rows = make_rows(samples, self._row_cost, self._micro_batch_tokens)
-        micro_batches = [
-            collate([row.samples for row in part], self._aggregation) for part in cut(rows, self._micro_batch_tokens)
-        ]
-        for round_ in deal(micro_batches, self.num_ranks, empty_micro_batch()):
+        for round_ in deal(cut(rows, self._micro_batch_tokens), self.num_ranks, []):
+            micro_batches = [
+                collate([row.samples for row in part], self._aggregation) if part else empty_micro_batch()
+                for part in round_
+            ]
             if self.num_ranks > 1:
-                self._say("accumulate", {}, [encode(micro_batch) for micro_batch in round_])
-            self._policy.accumulate(round_[0])
+                self._say(task, {}, [encode(micro_batch) for micro_batch in micro_batches])
+            yield [part for part in round_ if part], micro_batches[0]
+
+    def _gather_found(self, own: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
+        """What each rank has found, on every rank."""
+        if self.num_ranks == 1:
+            return [own]
+        return [safetensors.torch.load(found) for found in self._ranks.gather_bytes(safetensors.torch.save(dict(own)))]
+
+    @property
+    def _critic(self) -> Critic:
+        assert self._networks.critic is not None, "there is no critic"
+        return self._networks.critic
 
     def step(self, global_count: float) -> StepStats:
         """One optimizer step with the gradients since the last one, divided by the batch's count."""
         self._say("step", {"global_count": global_count})
         return self._policy.step(global_count)
+
+    def step_critic(self, global_count: float) -> CriticStats:
+        """The same of the critic."""
+        self._say("step_critic", {"global_count": global_count})
+        return self._critic.step(global_count)
 
     def weights(self) -> list[tuple[str, Tensor]]:
         """CPU copies of all tensors, by name."""
@@ -94,10 +152,16 @@ class Learner:
         while True:
             task, facts, payloads = _unpack(self._ranks.broadcast_bytes(None))
             match task:
+                case "prepare":
+                    self._gather_found(self._networks.prepare(decode(payloads[self._ranks.rank])))
                 case "accumulate":
                     self._policy.accumulate(decode(payloads[self._ranks.rank]))
+                case "accumulate_values":
+                    self._critic.accumulate(decode(payloads[self._ranks.rank]))
                 case "step":
                     self._policy.step(facts["global_count"])
+                case "step_critic":
+                    self._critic.step(facts["global_count"])
                 case "weights":
                     for _ in self._policy.weights():
                         pass
@@ -113,7 +177,7 @@ class Learner:
             folder,
             attempt=attempt,
             iteration=iteration,
-            policy=self._policy,
+            saved=self._networks,
             state=state,
             keep=keep,
             ranks=self._ranks,

@@ -69,6 +69,8 @@ class TrainerState:
     """Of the topic that the positions are of."""
     open_evaluations: Sequence[int] = ()
     """Versions up to this one whose evaluation is due and not over."""
+    selection: Mapping[str, Any] = field(default_factory=dict)
+    """What the trained batches have shown of the prompts."""
     data_digest: str = ""
     """Of the training prompts that the cursor walks over."""
     generator_busy_s: float = 0.0

@@ -1,20 +1,17 @@
-"""Token log-probs and policy losses: pure functions over tensors, one table for each choice that settings make by name.
+"""Losses of policy and critic: pure functions over tensors, one table for each choice that settings make by name.
 
 Everything here is a sum that nobody has divided yet. Sums of micro-batches add up to the sum of the batch however it
-was cut; the division by the batch's count happens once an optimizer step, in trainer_svc/policy.py. What a sample
-weighs in the sum and in the count is its `Aggregation`. How advantages come about is trainer_svc/advantages.py; what
-makes an algorithm of the two, trainer_svc/algorithms.py.
+was cut; the division by the batch's count happens once an optimizer step, in trainer_svc/sharded_model.py. What a
+sample weighs in the sum and in the count is its `Aggregation`. How advantages come about is trainer_svc/advantages.py;
+what makes an algorithm of the two, trainer_svc/algorithms.py.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
-
-_CHUNK_ELEMENTS = 1 << 22
-"""Logits that are held in float32 at a time: 16 MiB."""
 
 _MAX_LOG_RATIO = 20.0
 """Log-ratios are limited to this before exp: e^20 is far outside any clip range, and stays finite in float32."""
@@ -24,85 +21,29 @@ SUM_NAMES = (
     "num_tokens",
     "clipped",
     "kl",
+    "reference_kl",
+    "num_reference_tokens",
     "entropy",
     "importance",
     "importance_squared",
+    "importance_limited",
     "abs_diff",
     "num_own_tokens",
     "own_abs_diff",
+    "own_kl",
 )
 """Sums over trainable tokens that `policy_loss` returns beside the loss, in this order.
 
-`loss` is weighted by the aggregation, the others count each token once. `importance` is how much likelier the trainer
-finds a token than the generator did. `abs_diff` is |log-prob difference| between
-trainer and generator; the `own` ones are over tokens that the generator drew under the very version being trained,
-where any difference is numerical mismatch rather than staleness.
+`loss` is weighted by the aggregation, the others count each token once. `kl` is between generator and trainer,
+`reference_kl` between trainer and reference, on the tokens where there is one, both by k3. `importance` is how much
+likelier the policy at the batch's start finds a token than the generator did, `importance_limited` counts where that is
+above `importance_limit` or below its inverse. `abs_diff` is |log-prob difference| between trainer and generator; the
+`own` ones are over tokens that the generator drew under the very version being trained, where any difference is
+numerical mismatch rather than staleness.
 """
 
 MAX_NAMES = ("abs_diff_max", "own_abs_diff_max")
 """Maxima over the same tokens; 0 without tokens."""
-
-
-class _TokenLogprobs(torch.autograd.Function):
-    """Log-softmax at the target, in float32, a chunk of rows at a time.
-
-    Saves the logits (which live anyway) and one number a row instead of a float32 softmax of all rows; the backward
-    pass computes the softmax again, chunk by chunk, and writes the gradient in the logits' own dtype.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        num_rows, vocabulary_size = logits.shape
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        logprobs = torch.empty(num_rows, dtype=dtype, device=logits.device)
-        entropies = torch.empty_like(logprobs)
-        normalisers = torch.empty_like(logprobs)
-        for rows in _chunks(num_rows, vocabulary_size):
-            scaled = logits[rows].to(dtype) / temperature
-            normalisers[rows] = torch.logsumexp(scaled, dim=-1)
-            logprobs[rows] = scaled.gather(-1, targets[rows, None]).squeeze(-1) - normalisers[rows]
-            scaled -= normalisers[rows, None]
-            probabilities = scaled.exp()
-            # 0 * -inf: a token that cannot be drawn adds nothing.
-            entropies[rows] = -(probabilities * scaled).nan_to_num_(nan=0.0).sum(dim=-1)
-        ctx.save_for_backward(logits, targets, normalisers)
-        ctx.temperature = temperature
-        ctx.mark_non_differentiable(entropies)
-        return logprobs, entropies
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        logits, targets, normalisers = ctx.saved_tensors
-        scale = gradients[0] / ctx.temperature
-        logits_gradient = torch.empty_like(logits)
-        for rows in _chunks(*logits.shape):
-            scaled = logits[rows].to(normalisers.dtype) / ctx.temperature
-            chunk = (scaled - normalisers[rows, None]).exp_().mul_(-scale[rows, None])
-            chunk.scatter_add_(-1, targets[rows, None], scale[rows, None])
-            logits_gradient[rows] = chunk.to(logits.dtype)
-        return logits_gradient, None, None
-
-
-def _chunks(num_rows: int, vocabulary_size: int) -> list[slice]:
-    size = max(1, _CHUNK_ELEMENTS // vocabulary_size)
-    return [slice(start, start + size) for start in range(0, num_rows, size)]
-
-
-def token_logprobs(logits: Tensor, targets: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs of given tokens, and entropies, of the distribution that is sampled: after temperature.
-
-    Args:
-        logits: (..., vocabulary), any float dtype.
-        targets: (...), token ids.
-        temperature: above 0.
-
-    Returns:
-        Log-probs (...), differentiable, and entropies (...), not differentiable, both in nats, float32 or the logits'
-        dtype if that is wider.
-    """
-    shape = targets.shape
-    logprobs, entropies = _TokenLogprobs.apply(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), temperature)  # type: ignore[no-untyped-call]
-    return logprobs.view(shape), entropies.view(shape)
 
 
 @dataclass(frozen=True)
@@ -176,6 +117,9 @@ class Surrogate:
 SURROGATES: Mapping[str, Surrogate] = {
     "grpo": Surrogate(token_ratio, clipped_surrogate, clips_gradient=True),
     "dr_grpo": Surrogate(token_ratio, clipped_surrogate, clips_gradient=True),
+    "dapo": Surrogate(token_ratio, clipped_surrogate, clips_gradient=True),
+    "reinforce_pp": Surrogate(token_ratio, clipped_surrogate, clips_gradient=True),
+    "ppo": Surrogate(token_ratio, clipped_surrogate, clips_gradient=True),
     "rloo": Surrogate(sequence_ratio, clipped_surrogate, clips_gradient=True),
     "gspo": Surrogate(sequence_mean_ratio, clipped_surrogate, clips_gradient=True),
     "cispo": Surrogate(token_ratio, clipped_weight, clips_gradient=False),
@@ -188,15 +132,16 @@ class OffPolicy:
     """How tokens are treated that another distribution drew than the one that is trained: because their version is
     older, or because the generator computes a little differently.
 
-    With one optimizer step a batch, the policy at the batch's start is the present one, without its gradient.
+    The policy at the batch's start is called proximal. With one optimizer step a batch it is the present one, without
+    its gradient; with several its log-probs are computed before the first of them.
     """
 
     ratio_to_generator: bool
     """Whether the surrogate's ratio is to the generator's log-probs, so that its clip limits the correction; else it is
-    to the policy at the batch's start (decoupled loss: Hilton et al. 2022; AReaL, Fu et al. 2025, Eq 5)."""
+    to the proximal policy (decoupled loss: Hilton et al. 2022; AReaL, Fu et al. 2025, Eq 5)."""
     weight: Callable[[Tensor, float], Tensor] | None = None
-    """Of each token's importance (how much likelier the policy at the batch's start finds it than the generator did)
-    and its limit; it multiplies the token's loss."""
+    """Of each token's importance (how much likelier the proximal policy finds it than the generator did) and its limit;
+    it multiplies the token's loss."""
 
 
 OFF_POLICY: Mapping[str, OffPolicy] = {
@@ -210,85 +155,200 @@ OFF_POLICY: Mapping[str, OffPolicy] = {
     ),
     "none": OffPolicy(ratio_to_generator=False),
 }
-"""By `trainer.off_policy`."""
+"""By `trainer.off_policy`, `auto` resolved."""
 
 
 def _exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
 
 
-def approximate_kl(logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
-    """KL(behaviour || current), a token, by the k3 estimator: r - 1 - ln r, never negative (Schulman 2020)."""
-    log_ratio = (logprobs - behaviour_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+def kl_k1(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """KL(policy || other), a token, from tokens that the policy drew: ln of the ratio. Unbiased, of any sign; as a loss
+    its gradient is 0 on average (Schulman 2020, "Approximating KL divergence")."""
+    return logprobs - other_logprobs
+
+
+def kl_k2(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """The same by half the square of the ratio's ln: biased, of little variance; as a loss its gradient is that of the
+    KL."""
+    return (logprobs - other_logprobs).square() / 2
+
+
+def kl_k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """The same by r - 1 - ln r with r = other / policy: unbiased, of little variance, never negative."""
+    log_ratio = (other_logprobs - logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     # expm1: near 0 the rest of exp(x) - 1 - x would be rounding.
-    return (log_ratio.expm1() - log_ratio).clamp_min(0.0)
+    return log_ratio.expm1() - log_ratio
+
+
+KlEstimator = Callable[[Tensor, Tensor], Tensor]
+
+KL_ESTIMATORS: Mapping[str, KlEstimator] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+"""By `trainer.kl_estimator`. Each (...), of the policy's and the other's log-probs of the tokens (...)."""
+
+
+@dataclass(frozen=True)
+class KlLoss:
+    """A term of the loss: coefficient times the estimated KL(policy || reference) of each token (GRPO, Shao et al.
+    2024, Eq 4)."""
+
+    estimator: KlEstimator
+    coefficient: float
+
+
+class PolicyTokens(Protocol):
+    """The tokens of a micro-batch, as `policy_loss` reads them; trainer_svc/microbatches.py makes them."""
+
+    @property
+    def behaviour_logprobs(self) -> Tensor:
+        """(rows, tokens), of the distribution that was sampled."""
+
+    @property
+    def advantages(self) -> Tensor:
+        """(rows, tokens)."""
+
+    @property
+    def weights(self) -> Tensor:
+        """(rows, tokens), 0 where a token is not trained (prompt, padding)."""
+
+    @property
+    def own_version(self) -> Tensor:
+        """(rows, tokens), bool: drawn under the version being trained."""
+
+    @property
+    def sample_index(self) -> Tensor:
+        """(rows, tokens), int64: the sample that a token is of, below `num_samples`."""
+
+    @property
+    def num_samples(self) -> int: ...
+
+    @property
+    def proximal_logprobs(self) -> Tensor | None:
+        """(rows, tokens), of the policy at the batch's start; None: it is the present one."""
+
+    @property
+    def reference_logprobs(self) -> Tensor | None:
+        """(rows, tokens); None: there is no reference."""
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """What `policy_loss` needs to know of the algorithm."""
+
+    surrogate: Surrogate
+    clip: ClipRange
+    off_policy: OffPolicy
+    importance_limit: float
+    """Of `off_policy`'s weights, above 1."""
+    kl: KlLoss | None = None
+    """None: the reference, if there is one, is no part of the loss."""
 
 
 def policy_loss(
-    surrogate: Surrogate,
-    logprobs: Tensor,
-    entropies: Tensor,
-    behaviour_logprobs: Tensor,
-    advantages: Tensor,
-    sample_index: Tensor,
-    weights: Tensor,
-    own_version: Tensor,
-    *,
-    clip: ClipRange,
-    off_policy: OffPolicy,
-    importance_limit: float,
+    objective: PolicyObjective, logprobs: Tensor, entropies: Tensor, tokens: PolicyTokens
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The un-normalised loss of a micro-batch and what is worth knowing of its tokens.
 
     Args:
         logprobs: (rows, tokens), differentiable.
-        entropies, behaviour_logprobs: (rows, tokens).
-        advantages: (samples,).
-        sample_index: (rows, tokens), int64: the sample that a token is of.
-        weights: (rows, tokens), 0 where a token is not trained (prompt, padding).
-        own_version: (rows, tokens), bool: drawn under the version being trained.
-        importance_limit: of `off_policy`'s weights, above 1.
+        entropies: (rows, tokens).
 
     Returns:
         The loss, a scalar sum with its graph; the sums (len(SUM_NAMES),) and the maxima (len(MAX_NAMES),), detached.
     """
-    trained = weights > 0
+    off_policy, surrogate, clip = objective.off_policy, objective.surrogate, objective.clip
+    trained, behaviour = tokens.weights > 0, tokens.behaviour_logprobs
     # A padded position holds whatever the model says there: its difference must not reach exp, where 0 * inf is nan.
-    logprobs = torch.where(trained, logprobs, behaviour_logprobs)
-    importance = _exp(logprobs.detach() - behaviour_logprobs)
-    old_logprobs = behaviour_logprobs if off_policy.ratio_to_generator else logprobs.detach()
-    token_advantages = advantages[sample_index]
-    ratio = surrogate.ratio(logprobs - old_logprobs, TokensOfSamples(trained, sample_index, len(advantages)))
-    losses = surrogate.loss(ratio, logprobs, token_advantages, clip)
+    logprobs = torch.where(trained, logprobs, behaviour)
+    present = logprobs.detach()
+    proximal = (
+        present if tokens.proximal_logprobs is None else torch.where(trained, tokens.proximal_logprobs, behaviour)
+    )
+    importance = _exp(proximal - behaviour)
+    old_logprobs = behaviour if off_policy.ratio_to_generator else proximal
+    ratio = surrogate.ratio(logprobs - old_logprobs, TokensOfSamples(trained, tokens.sample_index, tokens.num_samples))
+    losses = surrogate.loss(ratio, logprobs, tokens.advantages, clip)
     if off_policy.weight is not None:
-        losses = losses * off_policy.weight(importance, importance_limit)
-    loss = (losses * weights).sum()
+        losses = losses * off_policy.weight(importance, objective.importance_limit)
+    reference = None
+    assert objective.kl is None or tokens.reference_logprobs is not None, "samples without reference log-probs"
+    if tokens.reference_logprobs is not None:
+        reference = torch.where(trained, tokens.reference_logprobs, present)
+        if objective.kl is not None:
+            losses = losses + objective.kl.coefficient * objective.kl.estimator(logprobs, reference)
+    loss = (losses * tokens.weights).sum()
     with torch.no_grad():
-        difference = logprobs - behaviour_logprobs
+        limit = objective.importance_limit
+        limited = (importance > limit) | (importance < 1 / limit)
+        absolute = (present - behaviour).abs()
+        own = trained & tokens.own_version
+        # The policy at the batch's start is the one that drew them.
+        own_absolute = (proximal - behaviour).abs() * own
+        behaviour_kl = kl_k3(behaviour, present)
+        reference_kl = kl_k3(present, reference).sum() if reference is not None else loss.new_zeros(())
         above, below = ratio > 1 + clip.high, ratio < 1 - clip.low
         if surrogate.clips_gradient:
-            sign = token_advantages.sign()
+            sign = tokens.advantages.sign()
             above, below = above & (sign > 0), below & (sign < 0)
-        clipped = trained & (above | below)
-        own = trained & own_version
-        absolute = difference.abs()
-        own_absolute = absolute * own
         sums = torch.stack(
             [
                 loss.detach(),
                 trained.sum(),
-                clipped.sum(),
-                approximate_kl(logprobs, behaviour_logprobs).sum(),
+                (trained & (above | below)).sum(),
+                behaviour_kl.sum(),
+                reference_kl,
+                trained.sum() if reference is not None else torch.zeros_like(trained.sum()),
                 (entropies * trained).sum(),
                 (importance * trained).sum(),
                 (importance.square() * trained).sum(),
+                (limited & trained).sum(),
                 absolute.sum(),
                 own.sum(),
                 own_absolute.sum(),
+                (kl_k3(behaviour, proximal) * own).sum(),
             ]
         )
         maxima = torch.stack([absolute.max(), own_absolute.max()])
     return loss, sums, maxima
+
+
+VALUE_SUM_NAMES = ("loss", "num_tokens", "clipped", "squared_error", "returns", "returns_squared", "values")
+"""Sums over trainable tokens that `value_loss` returns beside the loss; `loss` is weighted by the aggregation."""
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, *, clip: float
+) -> tuple[Tensor, Tensor]:
+    """The critic's un-normalised loss of a micro-batch: half the squared error, the larger of that of the value and of
+    the value kept within `clip` of what it was at the batch's start (Schulman et al., PPO's reference code).
+
+    Args:
+        values: (rows, tokens), differentiable: of the state before each token.
+        old_values, returns: (rows, tokens).
+        weights: (rows, tokens), 0 where a token is not trained.
+        clip: infinite: values are not kept anywhere.
+
+    Returns:
+        The loss, a scalar sum with its graph; the sums (len(VALUE_SUM_NAMES),), detached.
+    """
+    trained = weights > 0
+    values = torch.where(trained, values, returns)
+    kept = old_values + (values - old_values).clamp(-clip, clip)
+    errors, kept_errors = (values - returns).square(), torch.where(trained, kept - returns, 0.0).square()
+    loss = (torch.maximum(errors, kept_errors) * weights).sum() / 2
+    with torch.no_grad():
+        sums = torch.stack(
+            [
+                loss.detach(),
+                trained.sum(),
+                ((kept_errors > errors) & trained).sum(),
+                errors.sum(),
+                (returns * trained).sum(),
+                (returns.square() * trained).sum(),
+                (values * trained).sum(),
+            ]
+        )
+    return loss, sums
 
 
 @dataclass(frozen=True)

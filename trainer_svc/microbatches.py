@@ -7,8 +7,8 @@ is needed while each row holds one answer. Where a row holds several, `segments`
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol, Self, TypeVar
+from dataclasses import dataclass, fields
+from typing import NamedTuple, Protocol, Self, TypeVar
 
 import safetensors.torch
 import torch
@@ -17,6 +17,10 @@ from torch import Tensor
 from trainer_svc.losses import Aggregation
 
 T = TypeVar("T")
+
+_NUMBERS = ("first_target", "num_samples")
+_OPTIONAL_FIELDS = ("reference_logprobs", "proximal_logprobs", "values", "returns")
+"""Of samples and micro-batches alike."""
 
 _PASSES_PER_BUDGET = 32
 """A pass costs what does not depend on its size (launches, Python): as much as this part of a full one's tokens."""
@@ -32,9 +36,18 @@ class TrainSample:
     answer_token_ids: Sequence[int]
     behaviour_logprobs: Sequence[float]
     """Of each answer token, of the distribution that was sampled, in nats."""
-    advantage: float
+    advantage: float | Tensor
+    """Of all its tokens, or (tokens,) of each; 0 until it is known."""
     own_version: Sequence[bool]
     """Of each answer token: drawn under the weight version that is being trained now."""
+    reference_logprobs: Tensor | None = None
+    """(tokens,), of the reference, in nats. This and what follows is None where nobody needs it, or not computed."""
+    proximal_logprobs: Tensor | None = None
+    """(tokens,), of the policy at the batch's start, in nats."""
+    values: Tensor | None = None
+    """(tokens,), of the state before each token, by the critic at the batch's start."""
+    returns: Tensor | None = None
+    """(tokens,), that the critic is fitted to."""
 
     def __post_init__(self) -> None:
         num_tokens = len(self.answer_token_ids)
@@ -63,16 +76,23 @@ class MicroBatch:
     token_ids: Tensor
     """(rows, width), int64."""
     first_target: int
+    num_samples: int
     behaviour_logprobs: Tensor
-    """(rows, width - first_target), float32."""
+    """(rows, width - first_target), float32, as `TrainSample` has it; 0 for prompt and padding, here and below."""
     advantages: Tensor
-    """(samples,), float32."""
+    """(rows, width - first_target), float32."""
     sample_index: Tensor
-    """(rows, width - first_target), int64: which sample a token is of; any where its weight is 0."""
+    """(rows, width - first_target), int64: which sample a token is of, below `num_samples`; any where its weight is
+    0."""
     weights: Tensor
-    """(rows, width - first_target), float32: the token's weight in the loss, 0 for prompt and padding."""
+    """(rows, width - first_target), float32: the token's weight in the loss."""
     own_version: Tensor
     """(rows, width - first_target), bool."""
+    reference_logprobs: Tensor | None = None
+    """(rows, width - first_target), float32. This and the next three are None where a sample lacks it."""
+    proximal_logprobs: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
     segments: Tensor | None = None
     """(rows, width), int64: 0 for a prompt, which all of its row may see, j for its j-th answer, -1 for padding. None:
     each row holds one answer."""
@@ -82,21 +102,12 @@ class MicroBatch:
     def to(self, device: torch.device) -> Self:
         """The same on another device; without a copy when it is there already."""
         tensors = {name: tensor.to(device, non_blocking=True) for name, tensor in self.tensors().items()}
-        return type(self)(first_target=self.first_target, **tensors)
+        return type(self)(first_target=self.first_target, num_samples=self.num_samples, **tensors)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by field name."""
-        tensors = {
-            "token_ids": self.token_ids,
-            "behaviour_logprobs": self.behaviour_logprobs,
-            "advantages": self.advantages,
-            "sample_index": self.sample_index,
-            "weights": self.weights,
-            "own_version": self.own_version,
-            "segments": self.segments,
-            "position_ids": self.position_ids,
-        }
-        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 class HasTokens(Protocol):
@@ -161,6 +172,30 @@ def row_tokens(row: Sequence[TrainSample]) -> int:
     return len(row[0].prompt_token_ids) - 1 + sum(1 + len(sample.answer_token_ids) for sample in row)
 
 
+class Place(NamedTuple):
+    """Where a sample's answer stands in a micro-batch."""
+
+    row: int
+    block: slice
+    """Of the row's tokens: the prompt's last token and the answer."""
+
+    def targets(self, first_target: int) -> slice:
+        """Of the row's targets: the answer."""
+        return slice(self.block.start + 1 - first_target, self.block.stop - first_target)
+
+
+def places(rows: Sequence[Sequence[TrainSample]]) -> list[Place]:
+    """Of the samples, row by row, as `collate` lays them out."""
+    found = []
+    for number, row in enumerate(rows):
+        start = len(row[0].prompt_token_ids) - 1
+        for sample in row:
+            end = start + 1 + len(sample.answer_token_ids)
+            found.append(Place(number, slice(start, end)))
+            start = end
+    return found
+
+
 def collate(rows: Sequence[Sequence[TrainSample]], aggregation: Aggregation) -> MicroBatch:
     """The tensors of one micro-batch.
 
@@ -169,45 +204,45 @@ def collate(rows: Sequence[Sequence[TrainSample]], aggregation: Aggregation) -> 
     """
     prompts = [row[0].prompt_token_ids for row in rows]
     width, first_target = max(row_tokens(row) for row in rows), min(len(prompt) for prompt in prompts)
-    num_targets = width - first_target
+    shape = len(rows), width - first_target
     token_ids = torch.zeros(len(rows), width, dtype=torch.int64)
-    behaviour_logprobs = torch.zeros(len(rows), num_targets)
-    sample_index = torch.zeros(len(rows), num_targets, dtype=torch.int64)
-    weights = torch.zeros(len(rows), num_targets)
-    own_version = torch.zeros(len(rows), num_targets, dtype=torch.bool)
     segments = torch.full((len(rows), width), -1, dtype=torch.int64)
     position_ids = torch.zeros(len(rows), width, dtype=torch.int64)
+    for number, prompt in enumerate(prompts):
+        shared_part = slice(0, len(prompt) - 1)
+        token_ids[number, shared_part] = torch.tensor(prompt[:-1], dtype=torch.int64)
+        segments[number, shared_part] = 0
+        position_ids[number, shared_part] = torch.arange(len(prompt) - 1)
     samples = [sample for row in rows for sample in row]
-    index = 0
-    for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
-        start = len(prompt) - 1
-        token_ids[number, :start] = torch.tensor(prompt[:-1], dtype=torch.int64)
-        segments[number, :start] = 0
-        position_ids[number, :start] = torch.arange(start)
-        for segment, sample in enumerate(row, 1):
-            length = 1 + len(sample.answer_token_ids)
-            block = slice(start, start + length)
-            token_ids[number, block] = torch.tensor([prompt[-1], *sample.answer_token_ids])
-            segments[number, block] = segment
-            position_ids[number, block] = torch.arange(len(prompt) - 1, len(prompt) - 1 + length)
-            answer = slice(start + 1 - first_target, start + length - first_target)
-            behaviour_logprobs[number, answer] = torch.tensor(sample.behaviour_logprobs)
-            sample_index[number, answer] = index
-            weights[number, answer] = aggregation.token_weight(len(sample.answer_token_ids))
-            own_version[number, answer] = torch.tensor(sample.own_version)
-            start += length
-            index += 1
+    optional = [name for name in _OPTIONAL_FIELDS if all(getattr(sample, name) is not None for sample in samples)]
+    by_token = {name: torch.zeros(shape) for name in ("behaviour_logprobs", "advantages", "weights", *optional)}
+    sample_index = torch.zeros(shape, dtype=torch.int64)
+    own_version = torch.zeros(shape, dtype=torch.bool)
+    segment_numbers = [segment for row in rows for segment in range(1, len(row) + 1)]
+    for index, (sample, place, segment) in enumerate(zip(samples, places(rows), segment_numbers, strict=True)):
+        number, block = place
+        answer = place.targets(first_target)
+        prompt_length, num_tokens = len(sample.prompt_token_ids), len(sample.answer_token_ids)
+        token_ids[number, block] = torch.tensor([sample.prompt_token_ids[-1], *sample.answer_token_ids])
+        segments[number, block] = segment
+        position_ids[number, block] = torch.arange(prompt_length - 1, prompt_length + num_tokens)
+        by_token["behaviour_logprobs"][number, answer] = torch.tensor(sample.behaviour_logprobs)
+        by_token["advantages"][number, answer] = sample.advantage
+        by_token["weights"][number, answer] = aggregation.token_weight(num_tokens)
+        for name in optional:
+            by_token[name][number, answer] = getattr(sample, name)
+        sample_index[number, answer] = index
+        own_version[number, answer] = torch.tensor(sample.own_version)
     shared = len(samples) > len(rows)
     return MicroBatch(
         token_ids=token_ids,
         first_target=first_target,
-        behaviour_logprobs=behaviour_logprobs,
-        advantages=torch.tensor([sample.advantage for sample in samples]),
+        num_samples=len(samples),
         sample_index=sample_index,
-        weights=weights,
         own_version=own_version,
         segments=segments if shared else None,
         position_ids=position_ids if shared else None,
+        **by_token,
     )
 
 
@@ -224,23 +259,24 @@ def empty_micro_batch() -> MicroBatch:
     return MicroBatch(
         token_ids=torch.zeros(1, 2, dtype=torch.int64),
         first_target=1,
-        behaviour_logprobs=torch.zeros(1, 1),
-        advantages=torch.zeros(1),
+        num_samples=1,
         sample_index=torch.zeros(1, 1, dtype=torch.int64),
-        weights=torch.zeros(1, 1),
         own_version=torch.zeros(1, 1, dtype=torch.bool),
+        **{name: torch.zeros(1, 1) for name in ("behaviour_logprobs", "advantages", "weights", *_OPTIONAL_FIELDS)},
     )
 
 
 def encode(micro_batch: MicroBatch) -> bytes:
     """A micro-batch as safetensors, for another rank."""
-    return safetensors.torch.save({**micro_batch.tensors(), "first_target": torch.tensor(micro_batch.first_target)})
+    numbers = {name: torch.tensor(getattr(micro_batch, name)) for name in _NUMBERS}
+    return safetensors.torch.save({**micro_batch.tensors(), **numbers})
 
 
 def decode(data: bytes) -> MicroBatch:
     """The inverse of `encode`."""
     tensors = safetensors.torch.load(data)
-    return MicroBatch(first_target=int(tensors.pop("first_target")), **tensors)
+    numbers = {name: int(tensors.pop(name)) for name in _NUMBERS}
+    return MicroBatch(**numbers, **tensors)  # type: ignore[arg-type]
 
 
 def loss_count(samples: Sequence[TrainSample], aggregation: Aggregation) -> float:

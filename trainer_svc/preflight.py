@@ -17,6 +17,6 @@ def check(settings: TrainerSettings) -> None:
     """
     check_model(settings.model.path)
     check_data(settings.data)
-    check_rewards(settings.reward.functions)
+    check_rewards(settings.reward)
     check_client(settings.kafka)
     check_tracking(settings)

@@ -4,12 +4,16 @@ Pure: the state is a value, and drawing returns the next one. So a checkpoint ke
 trained batch although later batches have been drawn already. Reading the prompts is data.py's work.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+_REFILL_STREAM = 1
+"""Of random numbers: apart from the epochs' orders, which are drawn with the seed and the epoch alone."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +22,8 @@ class CursorState:
 
     Every epoch has an order of its own, derived from seed and epoch alone. `position` counts how far that order has
     been looked through; `deferred` holds prompts that were looked at and put off, since they were in the batch already
-    (which can happen only where a batch reaches over the end of an epoch). They come first in the next draw.
+    (which can happen only where a batch reaches over the end of an epoch). They come first in the next draw. Prompts
+    that a draw may not have are passed over, and come again in the next epoch.
     """
 
     seed: int
@@ -63,50 +68,76 @@ class CursorState:
         return cls(**{**values, "deferred": tuple(values["deferred"])})
 
 
-def draw(state: CursorState, count: int) -> tuple[list[int], CursorState]:
+def draw(state: CursorState, count: int, allowed: npt.NDArray[np.bool_] | None = None) -> tuple[list[int], CursorState]:
     """The next prompts, and the state after them.
 
     Every epoch covers each prompt exactly once, whatever the sizes of the draws. No prompt comes twice in one draw
-    unless the draw is larger than the data set; then each comes equally often, give or take one.
+    unless the draw is larger than the data set; then each comes equally often, give or take one. Where not all prompts
+    are allowed, the same holds of those that are in all draws.
 
     Args:
         count: how many, 1 or more; larger than the data set is allowed.
+        allowed: for each prompt whether it may be drawn now; None: all may.
 
     Returns:
         Indices into the data set, in order; and the state to draw from next.
     """
     if count < 1:
         raise ValueError(f"expected to draw at least one prompt, got {count}")
+    num_allowed = state.num_prompts if allowed is None else int(np.count_nonzero(allowed))
+    if num_allowed < 1:
+        raise ValueError("expected at least one prompt that may be drawn")
     drawn: list[int] = []
     in_this_draw: set[int] = set()
     while len(drawn) < count:
-        index, state = _next_not_in(state, in_this_draw)
+        index, state = _next_not_in(state, in_this_draw, allowed)
         drawn.append(index)
         in_this_draw.add(index)
-        if len(in_this_draw) == state.num_prompts:
+        if len(in_this_draw) == num_allowed:
             in_this_draw.clear()
     return drawn, state
 
 
-def _next_not_in(state: CursorState, avoided: set[int]) -> tuple[int, CursorState]:
-    """The first prompt left in the epoch that is not avoided; a new epoch begins when none is left at all.
+def refill_order(
+    state: CursorState, batch: int, drawn: Sequence[int], allowed: npt.NDArray[np.bool_] | None = None
+) -> list[int]:
+    """The prompts that come in place of those of a batch that teach nothing, in order: all others that are allowed, in
+    an order of the batch's own.
 
-    There always is one: what is avoided came from the epoch before (then this one still holds all the others) or from
-    this epoch (then it is not left in it).
+    They do not come out of the walk: what is asked for again depends on the answers, and what batches hold must not,
+    so that an attempt which takes the run up draws what the topics hold.
+
+    Args:
+        state: any of the run's.
+        drawn: indices of the batch's prompts; where there are no others, these come again.
+        allowed: as for `draw`.
     """
-    if not state.deferred and state.position == state.num_prompts:
-        state = CursorState(state.seed, state.num_prompts, epoch=state.epoch + 1)
-    for place, index in enumerate(state.deferred):
-        if index not in avoided:
-            return index, replace(state, deferred=state.deferred[:place] + state.deferred[place + 1 :])
-    order = _order(state.seed, state.epoch, state.num_prompts)
-    put_off: list[int] = []
-    for position in range(state.position, state.num_prompts):
-        index = int(order[position])
-        if index not in avoided:
-            return index, replace(state, position=position + 1, deferred=(*state.deferred, *put_off))
-        put_off.append(index)
-    raise AssertionError(f"no prompt left to draw: {state}")
+    order = np.random.default_rng([state.seed, _REFILL_STREAM, batch]).permutation(state.num_prompts)
+    if allowed is not None:
+        order = order[allowed[order]]
+    others = order[~np.isin(order, drawn)]
+    return [int(index) for index in (others if len(others) else order)]
+
+
+def _next_not_in(
+    state: CursorState, avoided: set[int], allowed: npt.NDArray[np.bool_] | None
+) -> tuple[int, CursorState]:
+    """The first prompt left in the epoch that is allowed and not avoided; else one of the next epoch, where there is
+    one: not all that are allowed are avoided."""
+    while True:
+        for place, index in enumerate(state.deferred):
+            if index not in avoided and (allowed is None or allowed[index]):
+                return index, replace(state, deferred=state.deferred[:place] + state.deferred[place + 1 :])
+        order = _order(state.seed, state.epoch, state.num_prompts)
+        put_off: list[int] = []
+        for position in range(state.position, state.num_prompts):
+            index = int(order[position])
+            if allowed is not None and not allowed[index]:
+                continue
+            if index not in avoided:
+                return index, replace(state, position=position + 1, deferred=(*state.deferred, *put_off))
+            put_off.append(index)
+        state = CursorState(state.seed, state.num_prompts, state.epoch + 1, deferred=(*state.deferred, *put_off))
 
 
 @lru_cache(maxsize=4)

@@ -1,24 +1,25 @@
 """The life of one trainer rank: join the others, load the model, then lead or follow."""
 
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from streamrl.v1.weights_pb2 import ModelFile
 from trainer_svc import resumption
+from trainer_svc.assembly import networks_of
 from trainer_svc.checkpoint import load_checkpoint
 from trainer_svc.control import StopAskedError, TrainerControl
 from trainer_svc.leader import lead
 from trainer_svc.learner import Learner
-from trainer_svc.losses import ClipRange, aggregation_of
+from trainer_svc.losses import aggregation_of
 from trainer_svc.model_cache import default_cache_folder
 from trainer_svc.models import ModelFiles, resolve_model
-from trainer_svc.policy import Policy
 from trainer_svc.ranks import Ranks, join_ranks
 from trainer_svc.settings import TrainerSettings
-from trainer_svc.task import load_task
+from trainer_svc.task import Task, load_task
 
 logger = logging.getLogger(__name__)
 
@@ -74,33 +75,47 @@ def train(settings: TrainerSettings, control: TrainerControl, instance: str, ran
     # Before the model itself, which takes longer: bad data is to be told at once.
     starting("prompts and rewards")
     task = load_task(settings, model) if ranks.rank == 0 else None
+    with contextlib.ExitStack() as stack:
+        if task is not None:
+            stack.callback(task.rewards.close)
+        _train_task(settings, control, instance, ranks, model, task, starting)
+
+
+def _train_task(
+    settings: TrainerSettings,
+    control: TrainerControl,
+    instance: str,
+    ranks: Ranks,
+    model: ModelFiles,
+    task: Task | None,
+    starting: Callable[[str], None],
+) -> None:
+    """What a rank does when it knows model and task; rank 0 alone has a task."""
     for sentence in task.prompts.notes() if task is not None else ():
         control.note(sentence)
     checkpoint = _checkpoint(settings, ranks)
     # Read before the policy, too: data that is not that of the checkpoint is to be told at once.
     begun = resumption.begin(settings, task.prompts.train, checkpoint) if task is not None else None
     starting("DeepSpeed")
-    policy = _policy(settings, model)
+    networks = networks_of(settings, model)
     learner = Learner(
-        policy,
+        networks,
         ranks,
         aggregation=aggregation_of(settings.trainer.aggregation, settings.generator.max_tokens),
         micro_batch_tokens=settings.trainer.micro_batch_tokens,
-        row_cost=policy.row_cost if settings.trainer.share_prompts else None,
+        row_cost=networks.policy.row_cost if settings.trainer.share_prompts else None,
     )
     try:
         if checkpoint is not None:
             starting(f"checkpoint {checkpoint.name}")
-            load_checkpoint(checkpoint, policy=policy, ranks=ranks)
+            load_checkpoint(checkpoint, saved=networks, ranks=ranks)
         if task is None or begun is None:
             learner.follow()
         else:
             files = [ModelFile(name=name, content=content) for name, content in model.files.items()]
             lead(settings, instance, control, learner, task, files, *begun)
     finally:
-        policy.close()
-        if task is not None:
-            task.rewards.close()
+        networks.close()
 
 
 def _checkpoint(settings: TrainerSettings, ranks: Ranks) -> Path | None:
@@ -108,23 +123,3 @@ def _checkpoint(settings: TrainerSettings, ranks: Ranks) -> Path | None:
     found = resumption.newest_checkpoint(settings) if ranks.rank == 0 else None
     name = ranks.broadcast_bytes(str(found or "").encode() if ranks.rank == 0 else None).decode()
     return Path(name) if name else None
-
-
-def _policy(settings: TrainerSettings, model: ModelFiles) -> Policy:
-    trainer = settings.trainer
-    return Policy(
-        model.load_model(),
-        algorithm=trainer.algorithm,
-        temperature=settings.generator.temperature,
-        clip=ClipRange(*trainer.clip_range),
-        off_policy=trainer.off_policy,
-        importance_limit=trainer.importance_limit,
-        learning_rate=trainer.learning_rate,
-        warmup_steps=trainer.warmup_steps,
-        betas=trainer.betas,
-        weight_decay=trainer.weight_decay,
-        max_grad_norm=trainer.max_grad_norm,
-        zero_stage=trainer.zero_stage,
-        dtype=settings.model.dtype,
-        gradient_checkpointing=trainer.gradient_checkpointing,
-    )

@@ -1,4 +1,4 @@
-"""The rewards that have names. Each is an example of what a user's own may look like; rewards.py calls them.
+"""The rewards that have names. Each is an example of what a user's own may look like; who calls them is in rewards.py.
 
 All take the same arguments by name: `prompt`, the text as the data has it, before any template; `response`, the text of
 the answer without its end token; `answer`, the key; `finished`, whether the model ended the answer itself; `metadata`,
@@ -10,8 +10,9 @@ it (12 of 123).
 
 import functools
 import json
+import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -46,7 +47,7 @@ def graded(*, response: str, answer: str, finished: bool) -> float:
     return 0.1 if _INTEGER.fullmatch(response.strip()) else 0.0
 
 
-def reasoning_gym(*, prompt: str, response: str, answer: str, finished: bool, metadata: Mapping[str, Any]) -> float:
+def reasoning_gym(*, response: str, finished: bool, metadata: Mapping[str, Any]) -> float:
     """What the task's own checker says, 0 to 1. Text in <answer> tags counts, else the whole answer."""
     if "task" not in metadata or "task_options" not in metadata:
         raise ValueError(
@@ -57,19 +58,38 @@ def reasoning_gym(*, prompt: str, response: str, answer: str, finished: bool, me
         return 0.0
     tagged = re.findall(r"<answer>(.*?)</answer>", response, flags=re.DOTALL)
     given = (tagged[-1] if tagged else response).strip()
-    check = _task_checker(metadata["task"], json.dumps(metadata["task_options"], sort_keys=True))
-    return float(check(given, {"question": prompt, "answer": answer, "metadata": metadata}))
+    options = json.dumps(metadata["task_options"], sort_keys=True)
+    task = _task(metadata["task"], options, metadata["task_seed"], metadata["task_size"])
+    return float(task.score_answer(given, _task_entry(task, metadata["task_index"])))
 
 
-@functools.lru_cache(maxsize=16)
-def _task_checker(task: str, options_json: str) -> Callable[[str, dict[str, Any]], float]:
-    """The checker of a task with its options: some tasks check by their difficulty settings."""
+def math_verify(*, response: str, answer: str, finished: bool) -> float:
+    """1 when the answer is mathematically the same as the key and the model ended it."""
+    from math_verify import parse, verify
+
+    # It warns that its own limits are off: they are signals, which cannot interrupt one long operation on huge
+    # integers (9^9^9^9). The process that runs this has a limit.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    key_text = answer.rsplit("####", 1)[-1].strip()
+    key = parse(f"${key_text}$", parsing_timeout=None) or parse(key_text, parsing_timeout=None)
+    if not key:
+        raise ValueError(f"math_verify: the key {answer!r} is not mathematics")
+    return float(finished and verify(key, parse(response, parsing_timeout=None), timeout_seconds=None))
+
+
+@functools.lru_cache(maxsize=64)
+def _task(task: str, options_json: str, seed: int, size: int) -> Any:
+    """A task with its options: some tasks check by their difficulty settings."""
     import reasoning_gym as gym
 
-    checker: Callable[[str, dict[str, Any]], float] = gym.create_dataset(
-        task, size=1, seed=0, **json.loads(options_json)
-    ).score_answer
-    return checker
+    return gym.create_dataset(task, size=size, seed=seed, **json.loads(options_json))
+
+
+@functools.lru_cache(maxsize=256)
+def _task_entry(task: Any, index: int) -> dict[str, Any]:
+    """A question with its key, as the task's checker knows it. Made again: it may hold more than JSON can say."""
+    entry: dict[str, Any] = task[index]
+    return entry
 
 
 def find_last_number(text: str) -> Decimal | None:

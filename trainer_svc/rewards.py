@@ -1,58 +1,33 @@
 """Scores answers: finds the reward functions by name, checks them before the run, and adds them up.
 
-The named functions are in reward_functions.py. A user's own is `module:function`; it takes any of the arguments of
-`RewardInput` by name and returns a number. A function that raises or returns no finite number makes no reward of 0: the
-sample has none, and whoever asked must treat it as failed.
+Where a function runs:
+* exact_match, last_number and graded here, at once;
+* the other named ones and a user's `module:function` in processes of their own (trainer_svc/reward_pool.py);
+* `http://…` on a server (trainer_svc/reward_model.py).
+
+A function that raises, hangs, ends its process or returns no finite number makes no reward of 0: the sample has none,
+and whoever asked must treat it as failed.
 """
 
-import difflib
-import importlib
-import importlib.util
-import inspect
 import logging
 import math
-import numbers
 import os
-import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from streamrl.errors import StreamRLError
-from trainer_svc import reward_functions
-from trainer_svc.math_verifier import MathVerifier
+from trainer_svc.reward_input import LARGEST_REWARD, RewardError, RewardInput
+from trainer_svc.reward_lookup import NAMED, NamedReward, accepted_arguments, module_and_function
+from trainer_svc.reward_model import HttpLimits, RewardModel, check_url
+from trainer_svc.reward_pool import PoolLimits, RewardCpuLimitError, RewardPool
+from trainer_svc.settings import RewardSection
 
 logger = logging.getLogger(__name__)
 
-ARGUMENTS = ("prompt", "response", "answer", "finished", "metadata")
-_NAMED: dict[str, Callable[..., float]] = {
-    "exact_match": reward_functions.exact_match,
-    "last_number": reward_functions.last_number,
-    "graded": reward_functions.graded,
-    "reasoning_gym": reward_functions.reasoning_gym,
-}
-LARGEST_REWARD = 1e30
-REWARD_NAMES = (*_NAMED, "math_verify")
-
-
-class RewardError(StreamRLError):
-    """A reward function failed on one sample: the sample has no reward, which is not a reward of 0."""
-
-
-@dataclass(frozen=True)
-class RewardInput:
-    """What a reward function may know of one answer."""
-
-    prompt: str
-    """The prompt's text as the data has it, before any template."""
-    response: str
-    """The answer's text, without its end token."""
-    answer: str
-    """The key."""
-    finished: bool
-    """The model ended the answer itself; false when it was cut by `max_tokens`."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    """The record's other fields."""
+_HTTP = ("http://", "https://")
+_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -65,24 +40,62 @@ class RewardScore:
     """What each function returned, by its name, before weighting."""
 
 
-class RewardSum:
-    """The weighted sum of reward functions; made by `load_rewards`."""
+class _Owned(Protocol):
+    def close(self) -> None: ...
 
-    def __init__(self, functions: "Sequence[_Function]", verifier: MathVerifier | None) -> None:
+
+Submit = Callable[[RewardInput], "Future[float]"]
+"""Has a sample scored by one function; the result raises RewardError when it has no reward."""
+
+
+@dataclass(frozen=True)
+class _Function:
+    name: str
+    weight: float
+    submit: Submit
+
+
+class RewardSum:
+    """The weighted sum of reward functions; made by `load_rewards`. Thread-safe."""
+
+    def __init__(self, functions: Sequence[_Function], owned: Sequence[_Owned]) -> None:
+        """
+        Args:
+            owned: closed with this.
+        """
         self._functions = tuple(functions)
-        self._verifier = verifier
+        self._owned = tuple(owned)
+
+    def submit(self, sample: RewardInput) -> "Future[RewardScore]":
+        """Has an answer scored by all functions at once. Many may be under way.
+
+        Returns:
+            Its score. Raises RewardError when a function gives none: which, why and the sample are in the log too.
+        """
+        result: Future[RewardScore] = Future()
+        futures = [function.submit(sample) for function in self._functions]
+        waiting = len(futures)
+        lock = threading.Lock()
+
+        def count(_done: "Future[float]") -> None:
+            nonlocal waiting
+            with lock:
+                waiting -= 1
+                last = waiting == 0
+            if last:
+                self._finish(sample, futures, result)
+
+        for future in futures:
+            future.add_done_callback(count)
+        return result
 
     def score(self, sample: RewardInput) -> RewardScore:
-        """The reward of one answer.
+        """The reward of one answer, waited for.
 
         Raises:
-            RewardError: a function raised or returned no finite number. The sample is in the log.
+            RewardError: a function gave none.
         """
-        values = {function.name: function(sample) for function in self._functions}
-        total = sum(f.weight * values[f.name] for f in self._functions)
-        if not abs(total) <= LARGEST_REWARD:
-            raise RewardError(f"the weighted sum of the rewards {values} is too large; sample: {sample}")
-        return RewardScore(total, values)
+        return self.submit(sample).result()
 
     def check(self, prompt: str, answer: str, metadata: Mapping[str, Any]) -> RewardScore:
         """Tries every function on a prompt answered with its own key and with nothing; call it before a run.
@@ -91,7 +104,7 @@ class RewardSum:
             The reward of the key as an answer.
 
         Raises:
-            ValueError: a function raised or returned no finite number.
+            ValueError: a function gave no reward, or a server does not answer.
         """
         try:
             self.score(RewardInput(prompt, "", answer, finished=False, metadata=metadata))
@@ -100,161 +113,141 @@ class RewardSum:
             raise ValueError(f"reward.functions: tried before the run, {error}") from error
 
     def close(self) -> None:
-        """Ends what the functions started."""
-        if self._verifier is not None:
-            self._verifier.close()
+        """Ends what the functions started; answers that are not scored yet are cancelled."""
+        for owned in self._owned:
+            owned.close()
+
+    def _finish(self, sample: RewardInput, futures: Sequence["Future[float]"], result: "Future[RewardScore]") -> None:
+        try:
+            values = {f.name: future.result() for f, future in zip(self._functions, futures, strict=True)}
+            total = math.fsum(f.weight * values[f.name] for f in self._functions)
+            if not abs(total) <= LARGEST_REWARD:
+                raise RewardError(f"the weighted sum of the rewards {values} is too large")
+        except RewardError as error:
+            logger.error("%s; sample: %s", error, sample)
+            failure = RewardError(f"{error}; sample: {sample}")
+            failure.__cause__ = error
+            result.set_exception(failure)
+        except BaseException as error:  # whoever waits must learn of it: cancelled, or a mistake of ours
+            result.set_exception(error)
+        else:
+            result.set_result(RewardScore(total, values))
 
 
-def load_rewards(functions: Sequence[str] | Mapping[str, float]) -> RewardSum:
-    """Finds the reward functions; names without weights weigh 1 each.
+def load_rewards(section: RewardSection) -> RewardSum:
+    """Finds the reward functions, and starts what they need.
 
     Raises:
-        ValueError: no function at all, an unknown name, a module or function that is not there, or a function that asks
-            for arguments nobody gives.
+        ValueError: an unknown name, a module or function that is not there, a function that asks for arguments nobody
+            gives, or a token that is not there.
     """
-    weights = _weights(functions)
-    found = {name: _find(name) for name in weights if name != "math_verify"}
-    verifier = None
-    if "math_verify" in weights:
-        verifier = MathVerifier()
-        found["math_verify"] = _math_verify_with(verifier)
-    return RewardSum(
-        [_Function(name, weight, found[name], _accepted_arguments(found[name])) for name, weight in weights.items()],
-        verifier,
-    )
+    names = _by_place(section)
+    token = _token(section) if names.http else ""
+    owned: list[_Owned] = []
+    submits: dict[str, Submit] = {name: _here(name, NAMED[name]) for name in names.here}
+    if names.pool:
+        memory_bytes = int(section.memory_gib * _GIB)
+        pool = RewardPool(names.pool, PoolLimits(section.num_workers, section.timeout_s, memory_bytes))
+        owned.append(pool)
+        submits |= {name: _in_pool(pool, name) for name in names.pool}
+    limits = HttpLimits(section.timeout_s, section.http_patience_s, section.http_batch_size, section.http_connections)
+    for name in names.http:
+        model = RewardModel(name, limits, token)
+        owned.append(model)
+        submits[name] = model.submit
+    return RewardSum([_Function(name, weight, submits[name]) for name, weight in section.functions.items()], owned)
 
 
-def check_rewards(functions: Sequence[str] | Mapping[str, float]) -> None:
-    """Looks whether the functions are there and take what they are given; imports a user's modules.
+def check_rewards(section: RewardSection) -> None:
+    """Looks whether the functions are there and take what they are given; imports a user's modules, in a process of
+    its own. Servers are not asked.
 
     Raises:
         ValueError: as `load_rewards`.
     """
-    for name in _weights(functions):
-        if name not in REWARD_NAMES:
-            _find(name)
+    names = _by_place(section)
+    if names.http:
+        _token(section)
+    own = [name for name in names.pool if name not in NAMED]
+    if own:
+        limits = PoolLimits(1, section.timeout_s, int(section.memory_gib * _GIB))
+        RewardPool(own, limits).close()
 
 
 @dataclass(frozen=True)
-class _Function:
-    name: str
-    weight: float
-    call: Callable[..., Any]
-    arguments: tuple[str, ...]
+class _Names:
+    """The functions by where they run."""
 
-    def __call__(self, sample: RewardInput) -> float:
-        arguments = {name: getattr(sample, name) for name in self.arguments}
+    here: Sequence[str]
+    pool: Sequence[str]
+    http: Sequence[str]
+
+
+def _by_place(section: RewardSection) -> _Names:
+    """
+    Raises:
+        ValueError: a name cannot be one of a reward.
+    """
+    http = [name for name in section.functions if name.startswith(_HTTP)]
+    here = [name for name in section.functions if name in NAMED and NAMED[name].in_process]
+    pool = [name for name in section.functions if name not in http and name not in here]
+    for name in http:
+        check_url(name)
+    for name in pool:
+        if name not in NAMED:
+            module_and_function(name)
+    return _Names(here, pool, http)
+
+
+def _token(section: RewardSection) -> str:
+    """From the environment: settings are written into the run's folder and to the tracker."""
+    variable = section.http_token_env
+    token = os.environ.get(variable, "") if variable else ""
+    if variable and not token:
+        raise ValueError(
+            f"reward.http_token_env is {variable}, and the environment of the trainer has no such variable, or an "
+            "empty one: set it to the token of the reward model"
+        )
+    return token
+
+
+def _here(name: str, reward: NamedReward) -> Submit:
+    names = accepted_arguments(reward.call)
+
+    def submit(sample: RewardInput) -> "Future[float]":
+        future: Future[float] = Future()
         try:
-            value = self.call(**arguments)
-            # Larger ones are mistakes, and their squares no floats any more.
-            usable = isinstance(value, numbers.Real) and abs(float(value)) <= LARGEST_REWARD
-        except (Exception, SystemExit) as error:  # a user's code may raise anything; the run goes on without the sample
-            logger.exception("reward %s failed on %r", self.name, sample)
-            raise RewardError(f"reward {self.name} raised {type(error).__name__}: {error}; sample: {sample}") from error
-        if not usable:
-            expected = f"a number from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
-            logger.error("reward %s returned %r, not %s, on %r", self.name, value, expected, sample)
-            raise RewardError(f"reward {self.name} returned {value!r}, expected {expected}; sample: {sample}")
-        return float(value)
+            future.set_result(reward.call(**{argument: getattr(sample, argument) for argument in names}))
+        except Exception as error:  # keys and answers may say anything; the run goes on without the sample
+            future.set_exception(RewardError(f"reward {name} raised {type(error).__name__}: {error}"))
+        return future
+
+    return submit
 
 
-def _weights(functions: Sequence[str] | Mapping[str, float]) -> dict[str, float]:
-    """Weight by name, in order."""
-    names = list(functions)
-    if not names:
-        raise ValueError(
-            f"reward.functions is empty: expected one or more of {', '.join(REWARD_NAMES)}, or module:function"
-        )
-    doubled = sorted({name for name in names if names.count(name) > 1})
-    if doubled:
-        raise ValueError(
-            f"reward.functions names {', '.join(doubled)} more than once: use a table with weights instead"
-        )
-    weights = dict(functions) if isinstance(functions, Mapping) else dict.fromkeys(names, 1.0)
-    for name, weight in weights.items():
-        if not math.isfinite(weight):
-            raise ValueError(f"reward.functions: the weight of {name} is {weight}, expected a finite number")
-    return weights
+def _in_pool(pool: RewardPool, name: str) -> Submit:
+    cpu_limit_s = NAMED[name].cpu_limit_s if name in NAMED else None
+
+    def submit(sample: RewardInput) -> "Future[float]":
+        arguments = sample.to_json(pool.arguments[name])
+        return _zero_over_limit(pool.submit(name, arguments, cpu_limit_s=cpu_limit_s), sample)
+
+    return submit
 
 
-def _find(name: str) -> Callable[..., Any]:
-    if name in _NAMED:
-        return _NAMED[name]
-    module_name, function_name = _module_and_function(name)
-    _find_module(name, module_name)
-    try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # importing runs a user's code, which may raise anything
-        raise ValueError(
-            f"reward.functions: importing {module_name} (for {name}) raised {type(error).__name__}: {error}"
-        ) from error
-    function: Callable[..., Any] | None = getattr(module, function_name, None)
-    if function is None or not callable(function):
-        there = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise ValueError(
-            f"reward.functions: {module_name} has no function {function_name}{_nearest(function_name, there)} "
-            f"(it has {', '.join(sorted(there)) or 'none'})"
-        )
-    _check_signature(name, function)
-    return function
+def _zero_over_limit(future: "Future[float]", sample: RewardInput) -> "Future[float]":
+    """An answer that takes a named reward too long to check is wrong: in processor time, for how busy the machine is
+    must not decide whether an answer is right."""
+    result: Future[float] = Future()
 
+    def hand_over(done: "Future[float]") -> None:
+        try:
+            result.set_result(done.result())
+        except RewardCpuLimitError as error:
+            logger.warning("%s: the answer counts as wrong: %.200r", error, sample.response)
+            result.set_result(0.0)
+        except BaseException as error:  # whoever waits must learn of it
+            result.set_exception(error)
 
-def _module_and_function(name: str) -> tuple[str, str]:
-    module, colon, function = name.partition(":")
-    if not colon or not module or not function:
-        raise ValueError(
-            f"reward.functions: there is no reward named {name!r}{_nearest(name, REWARD_NAMES)}; expected one of "
-            f"{', '.join(REWARD_NAMES)}, or your own as module:function"
-        )
-    return module, function
-
-
-def _find_module(name: str, module: str) -> None:
-    """Sees to it that the module can be found, beside the installed ones also in the current folder."""
-    folder = os.getcwd()  # noqa: PTH109  (an entry of sys.path is a string)
-    if folder not in sys.path and "" not in sys.path:
-        sys.path.append(folder)
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None:
-        raise ValueError(
-            f"reward.functions: there is no module {module} (for {name}). Install it, or start in the folder that "
-            f"holds it (now {folder})"
-        )
-
-
-def _check_signature(name: str, function: Callable[..., Any]) -> None:
-    if inspect.iscoroutinefunction(function):
-        raise ValueError(f"reward.functions: {name} is async, expected a plain function")
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
-            continue
-        if parameter.kind is parameter.POSITIONAL_ONLY:
-            raise ValueError(f"reward.functions: {name} takes {parameter.name!r} by position only, expected by name")
-        if parameter.name not in ARGUMENTS and parameter.default is parameter.empty:
-            raise ValueError(
-                f"reward.functions: {name} asks for {parameter.name!r}{_nearest(parameter.name, ARGUMENTS)}; a reward "
-                f"may take {', '.join(ARGUMENTS)}, any of them by name"
-            )
-
-
-def _accepted_arguments(function: Callable[..., Any]) -> tuple[str, ...]:
-    parameters = inspect.signature(function).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return ARGUMENTS
-    return tuple(parameter.name for parameter in parameters if parameter.name in ARGUMENTS)
-
-
-def _math_verify_with(verifier: MathVerifier) -> Callable[..., float]:
-    def math_verify(*, response: str, answer: str, finished: bool) -> float:
-        """1 when the answer is mathematically the same as the key and the model ended it."""
-        return float(finished and verifier.verify(response=response, answer=answer))
-
-    return math_verify
-
-
-def _nearest(name: str, names: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
+    future.add_done_callback(hand_over)
+    return result

@@ -7,21 +7,28 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from streamrl.settings import NonNegativeInt, PositiveFloat, PositiveInt, Section, ServiceSettings
+from streamrl.settings import NonNegativeInt, PositiveFloat, PositiveInt, Seconds, Section, ServiceSettings
 from trainer_svc.algorithms import ALGORITHMS
 
-_LATER_ALGORITHMS = ("dapo", "reinforce_pp", "ppo")
+_KL_ESTIMATORS = {"reward": "k1", "loss": "k3"}
+"""By `trainer.kl`, where `kl_estimator` is left out."""
+_CRITIC_RATE_FACTOR = 10.0
 
 
 class TrainerSection(Section):
     algorithm: str = "grpo"
-    """How rewards become advantages and advantages a loss: `grpo`, `dr_grpo`, `rloo`, `gspo`, `cispo`."""
+    """How rewards become advantages and advantages a loss: `grpo`, `dr_grpo`, `dapo`, `rloo`, `reinforce_pp`, `gspo`,
+    `cispo`, `ppo`. `reinforce_pp` and `ppo` normalise advantages over the batch: their gradients are computed when its
+    last sample is there. `ppo` trains a critic beside the policy."""
     loss_aggregation: Literal["auto", "token_mean", "sequence_mean", "sequence_sum"] = "auto"
     """token_mean: every token of the batch weighs the same. sequence_mean: every answer does. sequence_sum: the mean
     over answers of the sum over their tokens, divided by `generator.max_tokens`. auto: what the algorithm is published
     with (dr_grpo: sequence_sum; rloo and gspo: sequence_mean; else token_mean)."""
     num_iterations: PositiveInt = 30
-    """Batches to train: one optimizer step and one weight version each."""
+    """Batches to train: one weight version each."""
+    steps_per_batch: PositiveInt = 1
+    """Optimizer steps of a batch, each on as many of its groups. With more than one, gradients are computed when its
+    last sample is there."""
     learning_rate: PositiveFloat = 1e-6
     """Of AdamW, constant after the warm-up."""
     warmup_steps: NonNegativeInt = 0
@@ -37,20 +44,54 @@ class TrainerSection(Section):
     algorithm is published with (0.2; gspo 0.0003; cispo 1, no lower bound)."""
     clip_ratio_high: PositiveFloat | None = None
     """The same for the upper bound alone. Left out: `clip_ratio`, or if that is left out too what the algorithm is
-    published with (0.2; gspo 0.0004; cispo 4)."""
-    off_policy: Literal["ratio", "truncated", "masked", "none"] = "ratio"
+    published with (0.2; dapo 0.28; gspo 0.0004; cispo 4)."""
+    off_policy: Literal["auto", "ratio", "truncated", "masked", "none"] = "auto"
     """What is done about tokens that an older version drew, or that the generator sees a little differently. ratio: the
-    clipped ratio is to the generator's log-probs. truncated: it is to the policy at the batch's start, and a token
-    weighs what that finds it likelier than the generator did, at most `importance_limit`. masked: the same, and a token
-    whose weight is above `importance_limit` or below its inverse teaches nothing. none: tokens count as on-policy."""
+    clipped ratio is to the generator's log-probs. truncated: it is to the policy at the batch's start (decoupled PPO),
+    and a token weighs what that finds it likelier than the generator did, at most `importance_limit`. masked: the same,
+    and a token whose weight is above `importance_limit` or below its inverse teaches nothing. none: tokens count as
+    on-policy. auto: truncated in mode async, where versions differ, else ratio."""
     importance_limit: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 2.0
     """Of the weights of `off_policy` truncated and masked."""
+    kl: Literal["none", "reward", "loss"] = "none"
+    """Keeps the policy near a frozen copy of the initial model, the reference. reward: `kl_coefficient` times the
+    estimated KL divergence is taken off the reward, of each token with `reinforce_pp` and `ppo`, else of the whole
+    answer before the answers of a prompt are compared (algorithms that divide by their deviation make an advantage of
+    full size of the divergence alone where the rewards are equal: take loss there). loss: it is added to the loss of
+    each token."""
+    kl_coefficient: PositiveFloat = 1e-3
+    """What a nat of divergence weighs."""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    """k1: the log-ratio. k2: half its square. k3: r - 1 - ln r, never negative. Left out: k1 in the reward, k3 in the
+    loss (where k1 pulls nowhere on average)."""
+    max_refill_prompts: Annotated[int, Field(ge=0)] | None = None
+    """Dynamic sampling: a prompt whose answers all have the same reward is dropped (dropped.filtered) and another asked
+    for in its place, so often in a batch at most; those beyond are dropped alone. 0: such prompts stay in the batch.
+    Left out: what the algorithm is published with (dapo: 3 x `data.prompts_per_batch`; else 0)."""
+    overlong_buffer_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Soft overlong punishment: in the last so many tokens before `generator.max_tokens` an answer's reward falls
+    linearly, by `overlong_penalty` at the end. Evaluations are not punished. 0: none. Left out: what the algorithm is
+    published with (dapo: a fifth of `generator.max_tokens`; else 0)."""
+    overlong_penalty: PositiveFloat = 1.0
+    """What the longest answer loses."""
+    discount: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """gamma, for `ppo` and `reinforce_pp`: what the reward of the next token is worth now."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """For `ppo`: 1 trusts the rewards that came, 0 the critic's value of the next token."""
+    critic_learning_rate: PositiveFloat | None = None
+    """Of the critic's AdamW. Left out: 10 times `learning_rate`."""
+    critic_warmup_iterations: Annotated[int, Field(ge=0)] = 0
+    """Iterations at the start in which the critic learns alone and the policy stays as it is."""
+    value_clip: PositiveFloat | None = None
+    """How far a value may move within a batch before its loss stops falling; matters with several `steps_per_batch`.
+    Left out: any distance."""
     truncated: Literal["train", "mask"] = "train"
     """Answers that were cut at `generator.max_tokens`. train: like others, with the reward they got. mask: not in the
-    loss, counted as dropped.truncated; their reward still counts in their group's mean."""
+    loss, counted as dropped.truncated; where answers are compared with each other their reward still counts in their
+    group's mean."""
     incomplete_groups: Literal["train", "drop"] = "train"
-    """Groups of which a sample was given up or too stale. train: without it, while two samples are left. drop: the
-    samples that came are counted as dropped.filtered."""
+    """Groups of which a sample was given up or too stale. train: without it, while two samples are left (`reinforce_pp`
+    and `ppo`: one). drop: the samples that came are counted as dropped.filtered."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
     """DeepSpeed ZeRO: 0 nothing is sharded, 1 optimizer states, 2 gradients too, 3 weights too."""
     num_ranks: PositiveInt = 1
@@ -80,8 +121,6 @@ class TrainerSection(Section):
     @field_validator("algorithm")
     @classmethod
     def _known_algorithm(cls, value: str) -> str:
-        if value in _LATER_ALGORITHMS:
-            raise ValueError(f"{value} is not available in this version; use one of {', '.join(ALGORITHMS)}")
         if value not in ALGORITHMS:
             raise ValueError(f"unknown algorithm {value!r}; expected one of {', '.join(ALGORITHMS)}")
         return value
@@ -97,6 +136,21 @@ class TrainerSection(Section):
         published = ALGORITHMS[self.algorithm]
         low = self.clip_ratio or published.clip_ratio
         return low, self.clip_ratio_high or self.clip_ratio or published.clip_ratio_high
+
+    @property
+    def waits_for_batches(self) -> bool:
+        """Whether gradients are computed when a batch's last sample is there, rather than as its groups settle."""
+        return not ALGORITHMS[self.algorithm].streams(self.steps_per_batch)
+
+    @property
+    def estimator(self) -> str:
+        """Of the KL divergence, what was left out filled in; `kl` is not none."""
+        return self.kl_estimator or _KL_ESTIMATORS[self.kl]
+
+    @property
+    def critic_rate(self) -> float:
+        """The critic's learning rate, what was left out filled in."""
+        return self.critic_learning_rate or _CRITIC_RATE_FACTOR * self.learning_rate
 
 
 class DataSection(Section):
@@ -127,12 +181,60 @@ class DataSection(Section):
     """Texts of exactly one token each that end an answer, beside the model's own end tokens."""
     reasoning_gym: dict[str, Any] = Field(default_factory=dict)
     """Options of the reasoning-gym task, such as `min_terms`; `size` is the number of its training prompts."""
+    right_reward: float = 1.0
+    """An answer with at least this reward is right, for `easy_pass_rate`, `hard_pass_rate` and `curriculum`."""
+    easy_pass_rate: Annotated[float, Field(gt=0, le=1)] | None = None
+    """A prompt is left out after a batch in which at least this share of its answers was right (1: all of them). Left
+    out: no prompt is."""
+    hard_pass_rate: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """A prompt is left out after a batch in which at most this share of its answers was right (0: none of them). Left
+    out: no prompt is."""
+    rest_iterations: NonNegativeInt = 0
+    """For how many iterations `easy_pass_rate` and `hard_pass_rate` leave a prompt out; 0: for good. It begins
+    `pipeline.max_staleness` + 1 iterations after the batch. While fewer prompts than a batch needs are left, all may be
+    drawn."""
+    curriculum: bool = False
+    """Training prompts of `reasoning_gym:TASK` begin with the lowest level of the task's own curriculum, `size` prompts
+    each, and get harder by and by. The options that a level sets go before those of `reasoning_gym`; held-out prompts
+    are made with the latter alone."""
+    curriculum_accuracy: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """The next level begins when this share of the answers of the last `curriculum_iterations` batches at a level was
+    right."""
+    curriculum_iterations: PositiveInt = 4
+    """Batches that `curriculum_accuracy` is taken over."""
+
+    @model_validator(mode="after")
+    def _selection_fits(self) -> "DataSection":
+        easy, hard = self.easy_pass_rate, self.hard_pass_rate
+        if easy is not None and hard is not None and hard >= easy:
+            raise ValueError(f"data.hard_pass_rate is {hard}, expected less than data.easy_pass_rate ({easy})")
+        if self.curriculum and not self.train.startswith("reasoning_gym:"):
+            raise ValueError(f"data.curriculum needs a task: data.train is {self.train}, expected reasoning_gym:TASK")
+        return self
 
 
 class RewardSection(Section):
     functions: dict[str, float] = Field(default_factory=lambda: {"exact_match": 1.0})
-    """Reward functions and their weights: `exact_match`, `last_number`, `math_verify`, `reasoning_gym`, `graded`, or
-    `module:function`. A reward is the weighted sum."""
+    """Reward functions and their weights: `exact_match`, `last_number`, `math_verify`, `reasoning_gym`, `graded`, your
+    own as `module:function`, or the address of a reward model as `http://HOST:PORT/PATH`. A reward is the weighted sum.
+    An answer of which a function gives no reward is not trained, and counted as dropped.infrastructure."""
+    num_workers: Annotated[int, Field(gt=0, le=1024)] = 2
+    """Processes in which `math_verify`, `reasoning_gym` and your own functions score answers, each one at a time. One
+    that hangs or ends is replaced. They are started when there is work for them."""
+    timeout_s: Seconds = 60.0
+    """Seconds that a function in such a process may take for one answer, and a reward model for one request."""
+    memory_gib: Annotated[float, Field(gt=0, le=2**20)] = 4.0
+    """Memory that each such process may take for its data (RLIMIT_DATA, which counts what is reserved). One that wants
+    more gets a MemoryError, and is replaced."""
+    http_token_env: str = ""
+    """Name of the environment variable that holds the bearer token for reward models. Empty: none is sent."""
+    http_batch_size: PositiveInt = 16
+    """Most answers in one request to a reward model. A request never waits to become full."""
+    http_connections: Annotated[int, Field(gt=0, le=1024)] = 4
+    """Requests to a reward model at once."""
+    http_patience_s: Seconds = 300.0
+    """A reward model that is away, overloaded (status 429) or broken (5xx) is asked again for so long; then its answers
+    have no reward."""
 
     @field_validator("functions", mode="before")
     @classmethod
@@ -141,6 +243,9 @@ class RewardSection(Section):
         if isinstance(value, str):
             return {value: 1.0}
         if isinstance(value, list | tuple):
+            doubled = sorted({str(name) for name in value if value.count(name) > 1})
+            if doubled:
+                raise ValueError(f"{', '.join(doubled)} stands there more than once: use a table with weights instead")
             return dict.fromkeys(value, 1.0)
         return value
 
@@ -180,10 +285,25 @@ class TrainerSettings(ServiceSettings):
     @model_validator(mode="after")
     def _sections_fit(self) -> "TrainerSettings":
         trainer, data = self.trainer, self.data
-        if data.samples_per_prompt < 2:
+        if data.samples_per_prompt < ALGORITHMS[trainer.algorithm].min_samples_per_prompt:
             raise ValueError(
                 f"data.samples_per_prompt is {data.samples_per_prompt}: {trainer.algorithm} compares the answers of a "
                 "prompt with each other and needs 2 or more"
+            )
+        if data.samples_per_prompt < 2 and self.max_refill_prompts:
+            raise ValueError(
+                "trainer.max_refill_prompts is set, and data.samples_per_prompt is 1: one answer has nothing to differ "
+                "from"
+            )
+        if trainer.steps_per_batch > data.prompts_per_batch:
+            raise ValueError(
+                f"trainer.steps_per_batch is {trainer.steps_per_batch}: a batch has {data.prompts_per_batch} prompts "
+                "(data.prompts_per_batch), and a step needs one"
+            )
+        if self.overlong_buffer_tokens > self.generator.max_tokens:
+            raise ValueError(
+                f"trainer.overlong_buffer_tokens is {trainer.overlong_buffer_tokens}, more than an answer can have "
+                f"(generator.max_tokens, {self.generator.max_tokens})"
             )
         longest = data.max_prompt_tokens + self.generator.max_tokens
         record_bytes = longest * 9 + 4096
@@ -209,6 +329,26 @@ class TrainerSettings(ServiceSettings):
                 f"trainer.num_ranks ({trainer.num_ranks}): some ranks would never have work"
             )
         return self
+
+    @property
+    def off_policy(self) -> str:
+        """The correction, `auto` resolved."""
+        if self.trainer.off_policy != "auto":
+            return self.trainer.off_policy
+        return "truncated" if self.pipeline.mode == "async" else "ratio"
+
+    @property
+    def max_refill_prompts(self) -> int:
+        """Of a batch, what was left out filled in."""
+        published = ALGORITHMS[self.trainer.algorithm].refills * self.data.prompts_per_batch
+        return published if self.trainer.max_refill_prompts is None else self.trainer.max_refill_prompts
+
+    @property
+    def overlong_buffer_tokens(self) -> int:
+        """What was left out filled in."""
+        published = int(ALGORITHMS[self.trainer.algorithm].overlong_buffer_share * self.generator.max_tokens)
+        given = self.trainer.overlong_buffer_tokens
+        return published if given is None else given
 
     @property
     def mlflow_tracking_uri(self) -> str:

@@ -2,12 +2,14 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from trainer_svc.data import Prompt, PromptSets, load_prompts
 from trainer_svc.models import ModelFiles, stop_token_ids
-from trainer_svc.rewards import RewardInput, RewardSum, load_rewards
+from trainer_svc.reward_input import RewardInput
+from trainer_svc.rewards import RewardScore, RewardSum, load_rewards
 from trainer_svc.settings import TrainerSettings
 
 logger = logging.getLogger(__name__)
@@ -30,12 +32,9 @@ class Task:
         text: str = self.tokenizer.decode(token_ids[:-1] if ended else token_ids, skip_special_tokens=True)
         return text
 
-    def score(self, prompt: Prompt, token_ids: Sequence[int], truncated: bool) -> float:
-        """The reward of an answer.
-
-        Raises:
-            RewardError: a reward function failed on it.
-        """
+    def score(self, prompt: Prompt, token_ids: Sequence[int], truncated: bool) -> "Future[RewardScore]":
+        """Has an answer scored; many may be under way. The result raises RewardError when a reward function failed on
+        it."""
         sample = RewardInput(
             prompt=prompt.record.text,
             response=self.response(token_ids),
@@ -43,7 +42,7 @@ class Task:
             finished=not truncated,
             metadata=prompt.record.metadata,
         )
-        return self.rewards.score(sample).total
+        return self.rewards.submit(sample)
 
     def describe(self, prompt: Prompt, token_ids: Sequence[int]) -> Mapping[str, str]:
         """Columns for a table of answers."""
@@ -72,7 +71,7 @@ class Task:
 
 
 def load_task(settings: TrainerSettings, model: ModelFiles) -> Task:
-    """Reads prompts and finds reward functions, and tries both.
+    """Reads prompts and finds reward functions, and tries both. Close the rewards.
 
     Raises:
         ValueError: they cannot be used with each other or with the model.
@@ -87,7 +86,11 @@ def load_task(settings: TrainerSettings, model: ModelFiles) -> Task:
             f"the longest prompt and generator.max_tokens make {longest} tokens, and the model (or "
             f"generator.max_model_len) takes {min(limits)}: lower generator.max_tokens or data.max_prompt_tokens"
         )
-    rewards = load_rewards(settings.reward.functions)
+    rewards = load_rewards(settings.reward)
     record = prompts.train[0].record
-    rewards.check(record.text, record.answer, record.metadata)
+    try:
+        rewards.check(record.text, record.answer, record.metadata)
+    except ValueError:
+        rewards.close()
+        raise
     return Task(prompts, rewards, model.tokenizer, tuple(stop_token_ids(model, settings.data.stop)))

@@ -8,26 +8,25 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from streamrl.errors import NoProgressError, UnusableBatchError
 from streamrl.identity import PURPOSE_TRAIN, BatchKey
 from streamrl.spans import SpanLog
 from streamrl.v1.weights_pb2 import Canary, ModelFile
-from trainer_svc.acceptance import BatchIntake
 from trainer_svc.answer_table import AnswerTable
+from trainer_svc.batch_intake import BatchIntake, Intake
+from trainer_svc.batch_training import BatchSteps, BatchTraining
 from trainer_svc.collector import Collector
 from trainer_svc.control import StopAskedError, TrainerControl
 from trainer_svc.evaluation import Evaluations
-from trainer_svc.figures import batch_figures, step_figures
+from trainer_svc.figures import batch_figures, steps_figures
 from trainer_svc.fleet_watch import FleetWatch
 from trainer_svc.learner import Learner
 from trainer_svc.lineage import Lineage, TrainerState
-from trainer_svc.losses import Aggregation
-from trainer_svc.microbatches import TrainSample, loss_count
 from trainer_svc.outcome_reporter import OutcomeReporter
 from trainer_svc.pacing import Pacing
-from trainer_svc.policy import StepStats
 from trainer_svc.prompt_writer import PromptWriter
 from trainer_svc.publisher import Publisher, Snapshot
 from trainer_svc.rollout_intake import RolloutIntake
@@ -58,7 +57,8 @@ class Parts:
     """Everything that the loop speaks to."""
 
     learner: Learner
-    aggregation: Aggregation
+    begin_batch: Callable[[int], BatchTraining]
+    """Of its index."""
     pacing: Pacing
     writer: PromptWriter
     collector: Collector
@@ -128,9 +128,9 @@ class TrainLoop:
                 self._pause_if_asked()
                 self._stop_if_asked()
                 parts.writer.write_ahead(lineage.iteration)
-                batch, stats = self._learn()
+                batch, steps = self._learn()
                 self._publish()
-                self._log(batch, stats)
+                self._log(batch, steps)
                 self._evaluate_if_due()
                 self._checkpoint_if_due()
             parts.publisher.wait()
@@ -179,41 +179,42 @@ class TrainLoop:
 
     # Verbs of an iteration.
 
-    def _learn(self) -> tuple[BatchIntake, StepStats | None]:
-        """Gradients of a batch's samples as they come, then one step."""
+    def _learn(self) -> tuple[BatchIntake, BatchSteps | None]:
+        """What can be computed of a batch's samples as they come, then its steps."""
         parts, key = self._parts, BatchKey(PURPOSE_TRAIN, self._lineage.iteration)
+        training = parts.begin_batch(key.batch)
         train_s = 0.0
-        samples, complete = self._collect(key)
+        intake = self._collect(key, training)
         parts.pacing.before_training()
         while True:
             parts.control.show("training")
             started_s = time.time()
-            if samples:
-                parts.learner.accumulate(samples)
-            if complete:
+            training.take(intake)
+            if intake.complete:
                 batch = parts.collector.close(key)
+                parts.writer.observe(key, batch.group_rewards())
                 parts.reporter.close_batch(key)
-                stats = self._step(batch)
+                steps = self._step(batch, training)
             parts.spans.write("train", started_s, time.time(), batch=key.batch, weight_version=key.batch)
             train_s += time.time() - started_s
-            if complete:
+            if intake.complete:
                 break
-            samples, complete = self._collect(key)
+            intake = self._collect(key, training)
         parts.clock.end_iteration()
         self._progressed()
         self._figures = {"time/train_s": train_s}
         self._lineage.add_iteration(batch.reward_mean, batch.trained_staleness_max)
-        return batch, stats
+        return batch, steps
 
-    def _step(self, batch: BatchIntake) -> StepStats | None:
+    def _step(self, batch: BatchIntake, training: BatchTraining) -> BatchSteps | None:
         if not batch.trained:
             self._refuse_unusable(batch)
             logger.warning("%s has nothing to train on: the weights stay as they are", batch.key)
             return None
-        stats = self._parts.learner.step(loss_count(batch.trained, self._parts.aggregation))
-        if not stats.applied:
-            logger.warning("%s: the gradient is not finite, and the step changed nothing", batch.key)
-        return stats
+        steps = training.finish()
+        if not all([*(step.applied for step in steps.policy), *(step.applied for step in steps.critic)]):
+            logger.warning("%s: a gradient is not finite, and its step changed nothing", batch.key)
+        return steps
 
     def _refuse_unusable(self, batch: BatchIntake) -> None:
         """A batch of which nothing could be generated or scored will not be the last one."""
@@ -252,13 +253,14 @@ class TrainLoop:
         parts.control.show_version(version)
         parts.pacing.before_generation()
 
-    def _log(self, batch: BatchIntake, stats: StepStats | None) -> None:
+    def _log(self, batch: BatchIntake, steps: BatchSteps | None) -> None:
         """The iteration's figures and some of its answers."""
         parts, version = self._parts, self._lineage.iteration
         figures = {
             **self._figures,
             **batch_figures(batch),
-            **(step_figures(stats) if stats is not None else {}),
+            **parts.writer.figures(),
+            **(steps_figures(steps.policy, steps.critic) if steps is not None else {}),
             **parts.clock.iteration_figures(batch.counts.trained, batch.counts.generated_tokens),
             **parts.watch.figures(),
             **self._count_figures(),
@@ -338,6 +340,7 @@ class TrainLoop:
             attempt=self._settings.attempt,
             lineage=self._lineage,
             cursor=parts.writer.cursor_before(self._lineage.iteration).to_json(),
+            selection=parts.writer.selection_state(),
             counts=parts.collector.counts(),
             redispatched=parts.reporter.redispatched,
             dead_letters=parts.dead_letters(),
@@ -355,12 +358,13 @@ class TrainLoop:
 
     # Waiting.
 
-    def _collect(self, key: BatchKey) -> tuple[Sequence[TrainSample], bool]:
+    def _collect(self, key: BatchKey, training: BatchTraining) -> Intake:
         """Waits for samples that are worth a pass, or for the end of the batch."""
-        parts = self._parts
+        parts, min_tokens = self._parts, self._parts.pacing.min_tokens
+        enough = None if min_tokens is None else partial(training.enough, min_tokens=min_tokens)
         started_s = time.time()
         with parts.clock.waiting():
-            while (taken := parts.collector.take(key, parts.pacing.min_tokens, _LOOK_AROUND_S)) is None:
+            while (taken := parts.collector.take(key, enough, _LOOK_AROUND_S)) is None:
                 waits_for = f"rollouts of {key}: {parts.collector.progress(key)}"
                 parts.control.show("waiting", waits_for, parts.collector.waiting_rollouts())
                 self._look_around()

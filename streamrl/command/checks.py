@@ -30,6 +30,7 @@ NOT_CHECKED_OFFLINE = (
     "whether the ports are free",
     "whether the broker of kafka.bootstrap_servers answers",
     "whether a model with a hub name can be downloaded",
+    "whether reward models answer",
     "whether there are accelerators enough, and whether the model fits into their memory",
 )
 """What a dry run leaves out."""

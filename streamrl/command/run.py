@@ -44,6 +44,11 @@ from streamrl.lifetime import ProcessIdentity
 from streamrl.run_folder import RunFolder, RunRecord, ServiceRecord
 from streamrl.storage import told_as_storage_error
 
+_WAITS_FOR_BATCHES = (
+    "Gradients are computed when a batch's last sample is there (trainer.algorithm, trainer.steps_per_batch): until "
+    "then its samples only pass the reference and the critic, if there are any."
+)
+
 
 def run(arguments: Namespace) -> int:
     """Runs the command.
@@ -180,6 +185,7 @@ def _dry_run(settings: Settings, *, as_json: bool) -> int:
     if not settings.kafka.bootstrap_servers:
         check_embedded(settings.kafka)
     check_services(settings, write_error)
+    notes = [_WAITS_FOR_BATCHES] if settings.trainer.waits_for_batches else []
     if as_json:
         write_json(
             {
@@ -187,6 +193,7 @@ def _dry_run(settings: Settings, *, as_json: bool) -> int:
                 "run_id": settings.run.id,
                 "settings": public_settings(settings),
                 "memory_bytes": needs.total if needs is not None else None,
+                "notes": notes,
                 "not_checked": list(NOT_CHECKED_OFFLINE),
             }
         )
@@ -194,6 +201,8 @@ def _dry_run(settings: Settings, *, as_json: bool) -> int:
     write_line(toml_text(public_settings(settings)))
     if needs is not None:
         write_error(f"Memory: about {needs}, activations apart.")
+    for note in notes:
+        write_error(note)
     write_error("These settings fit together, and what they name on this machine is there. Not checked:")
     for item in NOT_CHECKED_OFFLINE:
         write_error(f"  {item}")

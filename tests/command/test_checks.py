@@ -48,7 +48,7 @@ def test_a_broker_that_does_not_answer_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_run_that_needs_more_memory_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    too_much = MemoryNeeds(num_parameters=10**12, trainer=16 * 10**12, generators=10**12)
+    too_much = MemoryNeeds(10**12, policy=16 * 10**12, critic=0, reference=0, ranks=0, generators=10**12)
     monkeypatch.setattr(checks, "memory_needs", lambda _settings: too_much)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ValueError, match=r"the run needs about 15832\.5 GiB"):

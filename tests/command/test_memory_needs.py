@@ -1,6 +1,7 @@
 """How much memory a run takes."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _needs(model: Path, dtype: str = "float32", **trainer: int) -> tuple[int, int]:
+def _needs(model: Path, dtype: str = "float32", **trainer: Any) -> tuple[int, int]:
     settings = Settings(model={"path": str(model), "dtype": dtype}, trainer=trainer)  # type: ignore[arg-type]
     needs = memory_needs(settings)
     assert needs is not None
@@ -44,6 +45,22 @@ def test_zero_shards_more_with_each_stage(model: Path) -> None:
     totals = [_needs(model, num_ranks=4, zero_stage=stage)[0] - 4 * GIB for stage in range(4)]
     count = 2 * 300_007
     assert totals == [64 * count, (8 + 4 * 8) * count, (12 + 4 * 4) * count, 16 * count]
+
+
+def test_a_critic_is_another_policy_and_a_reference_its_weights_alone(model: Path) -> None:
+    count = 2 * 300_007
+    assert _needs(model, algorithm="ppo")[0] == GIB + 32 * count
+    assert _needs(model, "bfloat16", kl="loss")[0] == GIB + 20 * count
+    two = _needs(model, "bfloat16", kl="loss", num_ranks=2)[0] - _needs(model, "bfloat16", num_ranks=2)[0]
+    sharded = {"num_ranks": 2, "zero_stage": 3}
+    one = _needs(model, "bfloat16", kl="loss", **sharded)[0] - _needs(model, "bfloat16", **sharded)[0]
+    assert (two, one) == (4 * count, 2 * count)
+
+
+def test_what_takes_the_memory_is_told_by_part(model: Path) -> None:
+    settings = Settings(model={"path": str(model)}, trainer={"algorithm": "ppo", "kl": "reward"})  # type: ignore[arg-type]
+    told = str(memory_needs(settings))
+    assert "trainer 1.0 (policy 0.0, critic 0.0, reference 0.0), generators" in told
 
 
 def test_a_model_that_is_not_here_is_not_counted() -> None:

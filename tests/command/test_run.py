@@ -381,8 +381,14 @@ def test_a_dry_run_shows_settings_without_secrets_and_starts_nothing(place: Any)
     assert done.exit_code == 0
     assert done.result["settings"]["trainer"]["num_iterations"] == 5
     assert done.result["not_checked"]
+    assert done.result["notes"] == []
     assert "secret" not in done.stdout + done.stderr
     assert not (place.folder / "runs").exists()
+
+
+def test_a_dry_run_says_what_waits_for_whole_batches(place: Any) -> None:
+    done = place.ended(place.start_run("--dry-run", "--set", "trainer.algorithm=reinforce_pp"))
+    assert "when a batch's last sample is there" in done.result["notes"][0]
 
 
 def test_status_names_every_service(place: Any) -> None:

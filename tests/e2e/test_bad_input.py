@@ -53,7 +53,7 @@ def without_answers(tmp_path: Path) -> str:
         ("data.samples_per_prompt=1", "bad_input", ["samples_per_prompt", "2"]),
         ("generator.top_p=0.9", "bad_input", ["top_p", "log-probs"]),
         ("generator.top_k=20", "bad_input", ["top_k", "log-probs"]),
-        ("trainer.algorithm=ppo", "bad_input", ["ppo", "grpo"]),
+        ("trainer.algorithm=gprp", "bad_input", ["gprp", "grpo"]),
         ("trainer.num_iterations=0", "bad_input", ["num_iterations"]),
         ("pipeline.max_staleness=0", "bad_input", ["max_staleness", "sync"]),
         ("model.path=/nowhere/model", "bad_input", ["/nowhere/model"]),

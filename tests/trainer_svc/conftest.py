@@ -188,9 +188,11 @@ class ScriptedFleet(SchedulerServiceServicer, WeightsServiceServicer):
                     if self._version_for(key) in self.weights:
                         self._whole.remove(key)
                         keys = [
-                            SampleKey(*key, prompt.group, sample)
+                            sample_key
                             for prompt in self._prompts[key]
                             for sample in range(prompt.num_samples)
+                            # Of a batch that was refilled, most are on their way.
+                            if (sample_key := SampleKey(*key, prompt.group, sample)) not in self._dispatches
                         ]
                         self._dispatches |= dict.fromkeys(keys, 1)
                         return [(sample_key, 1) for sample_key in keys]

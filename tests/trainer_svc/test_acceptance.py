@@ -17,7 +17,10 @@ from streamrl.v1.sample_pb2 import (
     VersionSpan,
 )
 from streamrl.v1.scheduler_pb2 import OUTCOME_ACCEPTED, OUTCOME_DROPPED, OUTCOME_REJECTED
-from trainer_svc.acceptance import Acceptance, AcceptanceRules, BatchIntake, parse_rollout
+from trainer_svc.acceptance import Acceptance, Unscored, Verdict, parse_rollout
+from trainer_svc.batch_intake import BatchIntake, PromptOfGroup
+from trainer_svc.groups import AcceptanceRules
+from trainer_svc.reward_input import RewardError
 
 BATCH = BatchKey(PURPOSE_TRAIN, 3)
 
@@ -56,18 +59,29 @@ def spans(*versions: int) -> list[VersionSpan]:
     return [VersionSpan(weight_version=version, num_tokens=1) for version in versions]
 
 
-def reward_of_first_token(_prompt: Any, token_ids: Any, _truncated: bool) -> float:
-    return float(token_ids[0] % 2)
+class ScoredAtOnce(Acceptance):
+    """The reward of an answer is whether its first token is odd; whoever offers one gives it at once."""
+
+    def offer(self, rollout: Rollout, *, was_there: bool = False) -> Verdict:
+        return self._scored(super().offer(rollout, was_there=was_there))
+
+    def extend(self, key: BatchKey, prompt: PromptOfGroup) -> list[Verdict]:
+        return [self._scored(verdict) for verdict in super().extend(key, prompt)]
+
+    def _scored(self, verdict: Verdict) -> Verdict:
+        if verdict.unscored is None:
+            return verdict
+        return Verdict(self.scored(verdict.unscored.key, float(verdict.unscored.token_ids[0] % 2)))
 
 
 def opened(num_groups: int = 1, samples: int = 2, key: BatchKey = BATCH, **rules: Any) -> Acceptance:
-    acceptance = Acceptance(AcceptanceRules(**{"attempt": 1, "max_staleness": 1, **rules}), reward_of_first_token)
+    acceptance = ScoredAtOnce(AcceptanceRules(**{"attempt": 1, "max_staleness": 1, **rules}))
     acceptance.open(key, [SomePrompt()] * num_groups, samples)
     return acceptance
 
 
 def trained_samples(batch: BatchIntake) -> list[tuple[Any, ...]]:
-    return sorted((sample.identity, tuple(sample.answer_token_ids), sample.advantage) for sample in batch.trained)
+    return sorted((sample.identity, tuple(sample.answer_token_ids)) for sample in batch.trained)
 
 
 def test_a_group_is_settled_when_its_last_sample_arrives() -> None:
@@ -80,7 +94,7 @@ def test_a_group_is_settled_when_its_last_sample_arrives() -> None:
     batch = acceptance.batch(BATCH)
     assert batch.complete
     first, second = sorted(batch.trained, key=lambda sample: sample.identity)
-    assert first.advantage == -second.advantage != 0
+    assert (first.identity, second.identity) == ((3, 0, 0), (3, 0, 1))
     assert first.own_version == [True, True]
     assert first.behaviour_logprobs == [-0.5, -0.25]
 
@@ -202,15 +216,15 @@ def test_masked_truncated_answers_are_dropped_but_count_in_the_mean_of_their_gro
     acceptance.offer(rollout(sample=2))
     batch = acceptance.close(BATCH)
     assert batch.counts.dropped["truncated"] == 1
-    assert [round(sample.advantage, 3) for sample in batch.trained] == [0.577, 0.577]
+    assert [(scored.reward, scored.trained) for scored in batch.groups[0].samples] == [(1, True), (0, False), (1, True)]
 
 
-def test_equal_rewards_have_no_advantage_but_count_as_trained() -> None:
+def test_equal_rewards_count_as_trained() -> None:
     acceptance = opened()
     acceptance.offer(rollout(sample=0))
     acceptance.offer(rollout(sample=1, token_ids=[5, 9]))
     batch = acceptance.close(BATCH)
-    assert [sample.advantage for sample in batch.trained] == [0.0, 0.0]
+    assert batch.groups[0].rewards == [1.0, 1.0]
     assert (batch.counts.trained, batch.equal_groups) == (2, 1)
 
 
@@ -284,3 +298,79 @@ def test_any_order_and_any_number_of_copies_train_the_same_samples(order: random
     shuffled = rollouts * copies
     order.shuffle(shuffled)
     assert train(shuffled) == train(rollouts)
+
+
+def equal_rewards(group: int, key: BatchKey = BATCH) -> list[Rollout]:
+    return [rollout(group, sample, token_ids=[5, 9]) for sample in (0, 1)]
+
+
+def test_a_group_without_spread_is_replaced_by_another_prompt_until_the_bound() -> None:
+    acceptance = opened(max_refills=2)
+    for group in range(3):
+        for one in equal_rewards(group):
+            acceptance.offer(one)
+        wanted = acceptance.take_wanted_refills()
+        assert wanted == ([BATCH] if group < 2 else [])
+        assert acceptance.batch(BATCH).complete == (group == 2)
+        for key in wanted:
+            acceptance.extend(key, SomePrompt((8, 9)))
+    batch = acceptance.close(BATCH)
+    assert (batch.counts.expected, batch.counts.trained, batch.counts.dropped["filtered"]) == (6, 0, 6)
+    assert (batch.num_refills, batch.equal_groups, len(batch.prompts)) == (2, 3, 3)
+
+
+def test_a_group_with_spread_is_kept_under_dynamic_sampling() -> None:
+    acceptance = opened(max_refills=2)
+    for sample in (0, 1):
+        acceptance.offer(rollout(sample=sample))
+    assert acceptance.take_wanted_refills() == []
+    assert acceptance.close(BATCH).counts.trained == 2
+
+
+def test_what_an_earlier_attempt_left_of_a_refill_is_taken_when_the_refill_is_asked_for() -> None:
+    acceptance = ScoredAtOnce(AcceptanceRules(attempt=2, max_staleness=1, max_refills=1), shared_version=lambda _: 3)
+    acceptance.open(BATCH, [SomePrompt()], 2)
+    for one in (rollout(1, 0), rollout(1, 0), *equal_rewards(0)):
+        acceptance.offer(one, was_there=True)
+    assert acceptance.take_wanted_refills() == [BATCH]
+    outcomes = [verdict.outcome for verdict in acceptance.extend(BATCH, SomePrompt())]
+    assert [(outcome.id.group, outcome.id.sample) for outcome in outcomes if outcome is not None] == [(1, 0)]
+    acceptance.offer(rollout(1, 1, attempt=2))
+    batch = acceptance.close(BATCH)
+    assert (batch.counts.trained, batch.counts.duplicate, acceptance.reused) == (2, 1, 3)
+
+
+def test_one_answer_is_enough_where_answers_are_not_compared_with_each_other() -> None:
+    acceptance = opened(min_samples=1)
+    acceptance.offer(rollout(sample=0))
+    acceptance.abandon(SampleKey(*BATCH, 0, 1), "gone")
+    assert acceptance.close(BATCH).counts.trained == 1
+
+
+def test_long_answers_lose_reward_that_is_learned_from_and_none_that_is_reported() -> None:
+    acceptance = opened(max_tokens=3, overlong_buffer_tokens=2, overlong_penalty=0.5)
+    acceptance.offer(rollout(sample=0))
+    acceptance.offer(rollout(sample=1, token_ids=[6], logprobs=[-1.0], version_spans=spans(3)))
+    batch = acceptance.close(BATCH)
+    assert batch.groups[0].rewards == [0.75, 0.0]
+    assert (batch.reward_mean, batch.overlong_penalties) == (0.5, [0.25, 0.0])
+
+
+@given(st.randoms(use_true_random=False))
+def test_rewards_may_come_in_any_order_between_any_rollouts(order: random.Random) -> None:
+    acceptance = Acceptance(AcceptanceRules(attempt=1, max_staleness=1))
+    acceptance.open(BATCH, [SomePrompt()] * 3, 3)
+    rollouts = [rollout(group, sample) for group in range(3) for sample in range(3)] * 2
+    order.shuffle(rollouts)
+    waiting: list[Unscored] = []
+    while rollouts or waiting:
+        if rollouts and (not waiting or order.random() < 0.5):
+            verdict = acceptance.offer(rollouts.pop())
+            waiting += [verdict.unscored] if verdict.unscored is not None else []
+        else:
+            unscored = waiting.pop(order.randrange(len(waiting)))
+            failed = unscored.key[2:] == (1, 1)
+            outcome = acceptance.scored(unscored.key, RewardError("x") if failed else float(unscored.token_ids[0]))
+            assert outcome.outcome == (OUTCOME_DROPPED if failed else OUTCOME_ACCEPTED)
+    counts = acceptance.close(BATCH).counts
+    assert (counts.trained, counts.duplicate, counts.dropped["infrastructure"]) == (8, 9, 1)

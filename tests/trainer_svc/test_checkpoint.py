@@ -32,13 +32,13 @@ def _save(folder: Path, iteration: int, *, attempt: int = 1, keep: int = 3, valu
     policy = SmallPolicy(iteration if value is None else value)
     state = {"iteration": iteration}
     return save_checkpoint(
-        folder, attempt=attempt, iteration=iteration, policy=policy, state=state, keep=keep, ranks=Ranks(0, 1)
+        folder, attempt=attempt, iteration=iteration, saved=policy, state=state, keep=keep, ranks=Ranks(0, 1)
     )
 
 
 def _load(checkpoint: Path, ranks: Ranks | None = None) -> tuple[SmallPolicy, dict[str, object]]:
     policy = SmallPolicy()
-    return policy, load_checkpoint(checkpoint, policy=policy, ranks=ranks or Ranks(0, 1))
+    return policy, load_checkpoint(checkpoint, saved=policy, ranks=ranks or Ranks(0, 1))
 
 
 def test_what_was_saved_is_loaded(tmp_path):
@@ -100,7 +100,7 @@ def test_a_changed_file_is_found_before_anything_is_loaded(tmp_path, name):
     (checkpoint / name).write_bytes(damaged)
     policy = SmallPolicy(-1)
     with pytest.raises(CheckpointError, match=name):
-        load_checkpoint(checkpoint, policy=policy, ranks=Ranks(0, 1))
+        load_checkpoint(checkpoint, saved=policy, ranks=Ranks(0, 1))
     assert policy.value == -1
 
 

@@ -241,6 +241,35 @@ def test_a_reasoning_gym_task_is_made_with_its_options(tokenizer: Any) -> None:
     assert load(tokenizer, **data, num_eval_prompts=50).train.digest == sets.train.digest
 
 
+def test_the_levels_of_a_curriculum_get_harder_and_leave_the_evaluation_as_it_is(tokenizer: Any) -> None:
+    options = {"max_terms": 3, "size": 40}
+    data = {"train": "reasoning_gym:chain_sum", "reasoning_gym": options, "curriculum": True}
+    check_data(DataSection(**data))
+    sets = load(tokenizer, **data, num_eval_prompts=20)
+    levels = sets.train.levels
+    assert levels is not None
+    assert len(levels) == len(sets.train)
+    assert list(levels) == sorted(levels)
+    assert set(levels) == set(range(levels[-1] + 1)) and levels[-1] >= 3
+    first, last = sets.train[0].record.metadata, sets.train[-1].record.metadata
+    assert first["task_options"]["max_terms"] == 2 < last["task_options"]["max_terms"]
+    assert {prompt.record.metadata["task_options"]["max_terms"] for prompt in sets.evaluation} == {3}
+    assert load(tokenizer, **{**data, "curriculum": False}).train.levels is None
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("counting", "needs a task"),
+        ("reasoning_gym:gsm_symbolic", "has none for task gsm_symbolic"),
+        ("reasoning_gym:knight_swap", "refuses each level"),
+    ],
+)
+def test_a_curriculum_needs_levels(task: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_data(DataSection(train=task, curriculum=True))
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -404,10 +433,10 @@ def test_a_glance_imports_no_large_library(tmp_path: Path) -> None:
         "from trainer_svc.data import check_data\n"
         "from trainer_svc.models import check_model\n"
         "from trainer_svc.rewards import check_rewards\n"
-        "from trainer_svc.settings import DataSection\n"
+        "from trainer_svc.settings import DataSection, RewardSection\n"
         f"check_data(DataSection(train={str(train)!r}, eval={str(held_out)!r}))\n"
         "check_model('tiny')\n"
-        "check_rewards(['math_verify'])\n"
+        "check_rewards(RewardSection(functions='math_verify'))\n"
         "assert not {'torch', 'transformers', 'datasets', 'math_verify'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from streamrl.identity import PURPOSE_EVALUATION, BatchKey, SampleKey
@@ -6,10 +7,18 @@ from streamrl.kafka.reader import Record
 from streamrl.v1.records_pb2 import ROLLOUT_STATUS_OK, Rollout
 from streamrl.v1.sample_pb2 import FINISH_REASON_STOP, VersionSpan
 from streamrl.v1.scheduler_pb2 import AbandonedSample
-from trainer_svc.acceptance import Acceptance, AcceptanceRules
+from trainer_svc.acceptance import Acceptance
 from trainer_svc.collector import Collector
 from trainer_svc.evaluation import Evaluations
+from trainer_svc.groups import AcceptanceRules
 from trainer_svc.lineage import EvaluationResult
+from trainer_svc.rewards import RewardScore
+
+
+def scored(reward: float) -> "Future[RewardScore]":
+    future: Future[RewardScore] = Future()
+    future.set_result(RewardScore(reward, {}))
+    return future
 
 
 class SomePrompt:
@@ -34,10 +43,13 @@ class Writer:
 
 
 def evaluations(every: int = 2, first_version: int = 0, left: Sequence[int] = (0,)) -> tuple[Evaluations, Collector]:
-    acceptance = Acceptance(
-        AcceptanceRules(attempt=1, max_staleness=1), lambda _prompt, token_ids, _truncated: float(token_ids[0] == 1)
+    collector = Collector(
+        Acceptance(AcceptanceRules(attempt=1, max_staleness=1)),
+        score=lambda _prompt, token_ids, _truncated: scored(float(token_ids[0] == 1)),
+        report=lambda _outcome: None,
+        dead_letter=lambda _record, _reason: None,
+        refill=lambda _key: None,
     )
-    collector = Collector(acceptance, report=lambda _outcome: None, dead_letter=lambda _record, _reason: None)
     writer: Any = Writer(collector)
     return (
         Evaluations(

@@ -1,7 +1,9 @@
 from streamrl.identity import PURPOSE_TRAIN, BatchKey, SampleKey
-from trainer_svc.acceptance import Answer, BatchIntake
 from trainer_svc.answer_table import AnswerTable
-from trainer_svc.figures import FIGURES, batch_figures, evaluation_figures, quantile, step_figures
+from trainer_svc.batch_intake import BatchIntake
+from trainer_svc.critic import CriticStats
+from trainer_svc.figures import FIGURES, batch_figures, evaluation_figures, quantile, steps_figures
+from trainer_svc.groups import Answer
 from trainer_svc.policy import StepStats
 
 KEY = BatchKey(PURPOSE_TRAIN, 4)
@@ -39,6 +41,10 @@ def stats(**changes: float) -> StepStats:
     return StepStats(**{**fields, **changes})  # type: ignore[arg-type]
 
 
+def critic_stats() -> CriticStats:
+    return CriticStats(**dict.fromkeys(CriticStats.__dataclass_fields__, 1))  # type: ignore[arg-type]
+
+
 def test_a_batch_is_described_by_names_that_the_table_explains() -> None:
     figures = batch_figures(batch())
     assert figures["reward/mean"] == 0.5
@@ -48,13 +54,20 @@ def test_a_batch_is_described_by_names_that_the_table_explains() -> None:
     assert figures["length/truncated_share"] == 0.25
     assert (figures["staleness/mean"], figures["staleness/max"]) == (0.25, 1)
     assert "length/dropped_mean" not in figures
-    assert set(figures) | set(step_figures(stats())) | set(evaluation_figures([])) <= NAMES
+    assert set(figures) | set(steps_figures([stats()], [critic_stats()])) | set(evaluation_figures([])) <= NAMES
     assert len(NAMES) == len(FIGURES)
 
 
 def test_figures_over_no_tokens_are_left_out() -> None:
-    assert "mismatch/logprob_abs_diff_mean" not in step_figures(stats(num_own_tokens=0))
-    assert "policy/entropy" not in step_figures(stats(num_tokens=0))
+    assert "mismatch/logprob_abs_diff_mean" not in steps_figures([stats(num_own_tokens=0)], [])
+    assert "policy/entropy" not in steps_figures([stats(num_tokens=0)], [])
+
+
+def test_several_steps_of_a_batch_are_joined() -> None:
+    first = stats(loss=1.0, num_tokens=10, applied=True, own_logprob_abs_diff_max=0.5)
+    figures = steps_figures([first, stats(loss=2.0, num_tokens=20, applied=False)], [])
+    assert (figures["loss/policy"], figures["train/tokens"], figures["train/applied"]) == (1.5, 30, 0)
+    assert figures["mismatch/logprob_abs_diff_max"] == 1
 
 
 def test_a_batch_without_answers_has_figures_too() -> None:

@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 
 import pytest
@@ -16,6 +17,7 @@ from trainer_svc.microbatches import (
     empty_micro_batch,
     encode,
     loss_count,
+    places,
 )
 
 _TOKEN_MEAN, _SEQUENCE_MEAN = aggregation_of("token_mean", 16), aggregation_of("sequence_mean", 16)
@@ -94,7 +96,7 @@ def test_collated_tensors_line_up_with_the_tokens_they_are_of():
     assert micro_batch.weights.tolist() == [[0, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
     assert micro_batch.behaviour_logprobs.tolist() == [[0, -1, -2, 0, 0], [-1, -2, -3, -4, -5]]
     assert micro_batch.own_version.tolist() == [[False, True, False, False, False], [True, False, True, False, True]]
-    assert micro_batch.advantages.tolist() == [0.5, -1.0]
+    assert micro_batch.advantages.tolist() == [[0, 0.5, 0.5, 0, 0], [-1, -1, -1, -1, -1]]
     assert micro_batch.sample_index.tolist()[0][1:3] == [0, 0]
     assert micro_batch.sample_index.tolist()[1] == [1, 1, 1, 1, 1]
     assert micro_batch.segments is None
@@ -110,7 +112,27 @@ def test_answers_in_one_row_stand_where_they_would_alone():
     assert micro_batch.weights.tolist() == [[0, 1, 1, 0, 1], [1, 1, 1, 1, 0]]
     assert micro_batch.behaviour_logprobs.tolist() == [[0, -1, -2, 0, -1], [-1, -2, -3, -4, 0]]
     assert micro_batch.sample_index.tolist() == [[0, 0, 0, 0, 1], [2, 2, 2, 2, 0]]
-    assert micro_batch.advantages.tolist() == [0.5, -1.0, 2.0]
+    assert micro_batch.advantages.tolist() == [[0, 0.5, 0.5, 0, -1], [2, 2, 2, 2, 0]]
+    assert micro_batch.num_samples == 3
+
+
+def test_what_every_sample_has_of_its_tokens_is_laid_out_with_them():
+    tokens = torch.tensor([0.25, 0.5])
+    whole = dataclasses.replace(
+        _sample(0, 3, 2), advantage=tokens, values=tokens, returns=tokens, reference_logprobs=tokens
+    )
+    micro_batch = collate([[whole], [dataclasses.replace(_sample(1, 2, 2), values=tokens)]], _TOKEN_MEAN)
+    assert micro_batch.advantages.tolist() == [[0, 0.25, 0.5], [1, 1, 0]]
+    assert micro_batch.values.tolist() == [[0, 0.25, 0.5], [0.25, 0.5, 0]]
+    assert micro_batch.returns is micro_batch.reference_logprobs is micro_batch.proximal_logprobs is None
+
+
+def test_places_say_where_collate_puts_answers():
+    rows = [[_sample(0, 3, 2), _sample(0, 3, 1)], [_sample(1, 2, 4)]]
+    micro_batch = collate(rows, _TOKEN_MEAN)
+    for sample, place in zip([sample for row in rows for sample in row], places(rows), strict=True):
+        answer = place.targets(micro_batch.first_target)
+        assert micro_batch.token_ids[place.row, micro_batch.first_target :][answer].tolist() == sample.answer_token_ids
 
 
 def test_an_answer_sees_its_prompt_and_itself():

@@ -16,11 +16,12 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from trainer_svc.checkpoint import load_checkpoint, save_checkpoint
-from trainer_svc.losses import ClipRange, aggregation_of
+from trainer_svc.losses import OFF_POLICY, SURROGATES, ClipRange, PolicyObjective, aggregation_of
 from trainer_svc.microbatches import TrainSample, collate, cut, deal, empty_micro_batch, loss_count
-from trainer_svc.policy import Policy, StepStats, learning_rate_at
+from trainer_svc.policy import Policy, StepStats
 from trainer_svc.ranks import Ranks, join_ranks
 from trainer_svc.rows import RowCost, make_rows
+from trainer_svc.sharded_model import OptimizerRules, Sharding, learning_rate_at
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
 
@@ -76,19 +77,10 @@ def _policy(
 ) -> Policy:
     return Policy(
         model,
-        algorithm="grpo",
+        objective=PolicyObjective(SURROGATES["grpo"], ClipRange(0.2, 0.2), OFF_POLICY["ratio"], 2.0),
         temperature=_TEMPERATURE,
-        clip=ClipRange(0.2, 0.2),
-        off_policy="ratio",
-        importance_limit=2.0,
-        learning_rate=learning_rate,
-        warmup_steps=0,
-        betas=(0.9, 0.95),
-        weight_decay=0.1,
-        max_grad_norm=_MAX_GRAD_NORM,
-        zero_stage=zero_stage,
-        dtype=dtype,
-        gradient_checkpointing=gradient_checkpointing,
+        rules=OptimizerRules(learning_rate, 0, (0.9, 0.95), 0.1, _MAX_GRAD_NORM),
+        sharding=Sharding(zero_stage, dtype, gradient_checkpointing),
     )
 
 
@@ -195,13 +187,13 @@ def _two_ranks_at_all_stages(folder: Path) -> None:
             # These make an odd number of micro-batches: one rank passes an empty one.
             _step(policy, _samples(), 70, ranks)
             checkpoint = save_checkpoint(
-                folder / f"stage-{zero_stage}", attempt=1, iteration=1, policy=policy, state={}, keep=1, ranks=ranks
+                folder / f"stage-{zero_stage}", attempt=1, iteration=1, saved=policy, state={}, keep=1, ranks=ranks
             )
             stats = _step(policy, _samples(seed=1), 70, ranks)
             weights = dict(policy.weights())
             policy.close()
             resumed = _policy(_model(), zero_stage)
-            load_checkpoint(checkpoint, policy=resumed, ranks=ranks)
+            load_checkpoint(checkpoint, saved=resumed, ranks=ranks)
             assert _step(resumed, _samples(seed=1), 70, ranks) == stats
             resumed_weights = dict(resumed.weights())
             resumed.close()

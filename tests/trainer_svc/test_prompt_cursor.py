@@ -3,11 +3,12 @@
 import json
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_svc.prompt_cursor import CursorState, draw
+from trainer_svc.prompt_cursor import CursorState, draw, refill_order
 
 SIZES = st.integers(1, 40)
 DRAWS = st.lists(st.integers(1, 90), min_size=1, max_size=12)
@@ -90,3 +91,34 @@ def test_a_damaged_state_is_refused() -> None:
         CursorState(seed=0, num_prompts=0)
     with pytest.raises(ValueError, match="at least one prompt"):
         draw(CursorState(seed=0, num_prompts=10), 0)
+
+
+@given(st.integers(0, 5), SIZES, st.data())
+def test_a_draw_has_allowed_prompts_alone_and_none_twice_when_avoidable(
+    seed: int, num_prompts: int, data: st.DataObject
+) -> None:
+    state, total = CursorState(seed, num_prompts), Counter[int]()
+    always = data.draw(st.integers(0, num_prompts - 1))
+    for count in data.draw(DRAWS):
+        allowed = np.array(data.draw(st.lists(st.booleans(), min_size=num_prompts, max_size=num_prompts)))
+        allowed[always] = True
+        indices, state = draw(state, count, allowed)
+        times = Counter(indices)
+        total.update(times)
+        assert all(allowed[index] for index in indices)
+        assert max(times.values()) <= -(-count // int(allowed.sum()))
+        refills = refill_order(state, 0, indices, allowed)
+        assert refills and all(allowed[index] for index in refills)
+    with pytest.raises(ValueError, match="at least one prompt that may be drawn"):
+        draw(state, 1, np.zeros(num_prompts, dtype=np.bool_))
+
+
+@given(st.integers(0, 5), SIZES, DRAWS)
+def test_epochs_cover_what_is_always_allowed_once(seed: int, num_prompts: int, counts: list[int]) -> None:
+    state, by_epoch = CursorState(seed, num_prompts), dict[int, list[int]]()
+    allowed = np.arange(num_prompts) % 3 == 0
+    for _ in range(sum(counts)):
+        (index,), state = draw(state, 1, allowed)
+        by_epoch.setdefault(state.epoch, []).append(index)
+    for epoch in range(state.epoch):
+        assert sorted(by_epoch[epoch]) == list(range(0, num_prompts, 3))

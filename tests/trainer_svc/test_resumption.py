@@ -1,6 +1,7 @@
 """What an attempt begins with, and that what it takes from a topic makes no difference to what is trained."""
 
 import random
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,21 @@ from streamrl.identity import PURPOSE_TRAIN, BatchKey, SampleKey
 from streamrl.kafka.reader import Record
 from streamrl.v1.records_pb2 import ROLLOUT_STATUS_OK, Rollout
 from streamrl.v1.sample_pb2 import FINISH_REASON_STOP, LOGPROB_MODE_PROCESSED, VersionSpan
-from trainer_svc.acceptance import Acceptance, AcceptanceRules
+from trainer_svc.acceptance import Acceptance, Verdict
 from trainer_svc.ancestry import INITIAL_MODEL, Origin, read_origins, shared_version
 from trainer_svc.collector import Collector
+from trainer_svc.groups import AcceptanceRules
 from trainer_svc.resumption import begin, keep_tracker_run, newest_checkpoint, tracker_run
+from trainer_svc.rewards import RewardScore
 from trainer_svc.settings import TrainerSettings
 
 PROMPTS, SAMPLES, STALENESS = 2, 2, 1
+
+
+def scored(reward: float) -> "Future[RewardScore]":
+    future: Future[RewardScore] = Future()
+    future.set_result(RewardScore(reward, {}))
+    return future
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,7 @@ def _save(settings: TrainerSettings, iteration: int, **changes: Any) -> Path:
         settings.run.folder / "checkpoints",
         attempt=settings.run.attempt,
         iteration=iteration,
-        policy=NoPolicy(),
+        saved=NoPolicy(),
         state=state.to_json(),
         keep=9,
         ranks=Ranks(0, 1),
@@ -128,8 +137,9 @@ class World:
     trained. So two runs that train the same samples, drawn from the same weights, end with the same weights.
     """
 
-    def __init__(self, num_batches: int, choose: random.Random) -> None:
+    def __init__(self, num_batches: int, max_refills: int, choose: random.Random) -> None:
         self.num_batches = num_batches
+        self.max_refills = max_refills
         self.choose = choose
         self.topic: list[Rollout] = []
         self.origins: dict[int, Origin] = {}
@@ -147,11 +157,16 @@ class World:
         self.origins[number] = Origin(made_by, iteration)
         line = {iteration: weights}
         acceptance = Acceptance(
-            AcceptanceRules(attempt=number, max_staleness=STALENESS),
-            lambda _prompt, token_ids, _truncated: float(token_ids[0] % 2),
+            AcceptanceRules(attempt=number, max_staleness=STALENESS, max_refills=self.max_refills),
             shared_version=lambda earlier: shared_version(self.origins, earlier, number),
         )
-        collector = Collector(acceptance, report=lambda _outcome: None, dead_letter=lambda _record, _reason: None)
+        collector = Collector(
+            acceptance,
+            score=lambda _prompt, token_ids, _truncated: scored(float(token_ids[0] % 2)),
+            report=lambda _outcome: None,
+            dead_letter=lambda _record, _reason: None,
+            refill=lambda key: collector.extend(key, SomePrompt()),
+        )
         collector.begin({0: position}, {0: len(self.topic)})
         opened = iteration
 
@@ -167,24 +182,21 @@ class World:
         self.reused += acceptance.reused
         records_left = dies_at
         while iteration < self.num_batches:
-            missing = [
-                key
-                for batch in acceptance.open_batches()
-                for group in range(PROMPTS)
-                for sample in range(SAMPLES)
-                if (key := SampleKey(*batch, group, sample)) not in acceptance.batch(batch).outcomes
-            ]
-            self.choose.shuffle(missing)
-            for key in missing:
-                if records_left == 0:
-                    return False
-                records_left -= 1
-                version = self.choose.choice([v for v in line if key.batch - STALENESS <= v <= key.batch])
-                self._write(collector, number, key, version, line[version])
+            # What is written may ask for more.
+            while missing := _missing(acceptance):
+                self.choose.shuffle(missing)
+                for key in missing:
+                    if records_left == 0:
+                        return False
+                    records_left -= 1
+                    version = self.choose.choice([v for v in line if key.batch - STALENESS <= v <= key.batch])
+                    self._write(collector, number, key, version, line[version])
             batch = collector.close(BatchKey(PURPOSE_TRAIN, iteration))
             trained = sorted((sample.identity, tuple(sample.answer_token_ids)) for sample in batch.trained)
             self.trained[iteration] = trained
-            assert batch.counts.trained == batch.counts.received == PROMPTS * SAMPLES
+            assert batch.counts.received == batch.counts.expected
+            assert batch.counts.expected == SAMPLES * (PROMPTS + batch.num_refills)
+            assert batch.counts.trained == PROMPTS * SAMPLES or batch.num_refills == self.max_refills > 0
             assert batch.trained_staleness_max <= STALENESS
             weights = weights * 31 + sum(tokens[0] for _, tokens in trained)
             iteration += 1
@@ -212,11 +224,27 @@ class World:
             collector.on_records([Record("rollouts", 0, len(self.topic) - 1, None, rollout.SerializeToString())])
 
 
-@given(st.integers(1, 5), st.lists(st.integers(0, 14), max_size=4), st.integers(1, 3), st.integers(0, 2**32))
+def _missing(acceptance: Acceptance) -> list[SampleKey]:
+    return [
+        key
+        for batch in acceptance.open_batches()
+        for group in range(len(acceptance.batch(batch).prompts))
+        for sample in range(SAMPLES)
+        if (key := SampleKey(*batch, group, sample)) not in acceptance.batch(batch).outcomes
+    ]
+
+
+@given(
+    st.integers(1, 5),
+    st.lists(st.integers(0, 14), max_size=4),
+    st.integers(1, 3),
+    st.sampled_from([0, 0, 3]),
+    st.integers(0, 2**32),
+)
 def test_a_run_that_dies_and_is_taken_up_trains_every_sample_once_on_answers_of_its_own_line(
-    num_batches: int, deaths: list[int], every: int, seed: int
+    num_batches: int, deaths: list[int], every: int, max_refills: int, seed: int
 ) -> None:
-    world = World(num_batches, random.Random(seed))
+    world = World(num_batches, max_refills, random.Random(seed))
     attempt = 0
     for attempt, dies_at in enumerate(deaths, start=1):
         if world.attempt(attempt, dies_at=dies_at, every=every):
@@ -228,7 +256,8 @@ def test_a_run_that_dies_and_is_taken_up_trains_every_sample_once_on_answers_of_
     line = _final_line(world)
     for batch, trained in world.trained.items():
         identities = [identity for identity, _ in trained]
-        assert identities == [(batch, group, sample) for group in range(PROMPTS) for sample in range(SAMPLES)]
+        groups = sorted({group for _, group, _ in identities}) if max_refills else range(PROMPTS)
+        assert identities == [(batch, group, sample) for group in groups for sample in range(SAMPLES)]
         # Every answer was drawn from weights of the final line, none from a version that was forgotten.
         allowed = {line[version] % 1_000_003 for version in range(max(0, batch - STALENESS), batch + 1)}
         assert {tokens[1] for _, tokens in trained} <= allowed
@@ -259,10 +288,14 @@ def _assert_nothing_valid_was_generated_again(world: World) -> None:
 
 
 def test_a_rollout_that_an_old_process_writes_later_is_refused() -> None:
-    acceptance = Acceptance(
-        AcceptanceRules(attempt=2, max_staleness=1), lambda *_: 1.0, shared_version=lambda _earlier: 5
+    acceptance = Acceptance(AcceptanceRules(attempt=2, max_staleness=1), shared_version=lambda _earlier: 5)
+    collector = Collector(
+        acceptance,
+        score=lambda *_: scored(1.0),
+        report=lambda _outcome: None,
+        dead_letter=lambda _record, _reason: None,
+        refill=lambda _key: None,
     )
-    collector = Collector(acceptance, report=lambda _outcome: None, dead_letter=lambda _record, _reason: None)
     collector.begin({0: 0}, {0: 1})
     collector.open(BatchKey(PURPOSE_TRAIN, 5), [SomePrompt()], 2)
     for sample in (0, 1):
@@ -282,7 +315,7 @@ def test_a_rollout_that_an_old_process_writes_later_is_refused() -> None:
 
 
 def test_what_was_there_under_this_attempts_own_number_is_of_another_run() -> None:
-    acceptance = Acceptance(AcceptanceRules(attempt=1, max_staleness=1), lambda *_: 1.0)
+    acceptance = Acceptance(AcceptanceRules(attempt=1, max_staleness=1))
     acceptance.open(BatchKey(PURPOSE_TRAIN, 0), [SomePrompt()], 1)
     rollout = Rollout(
         attempt=1,
@@ -294,5 +327,5 @@ def test_what_was_there_under_this_attempts_own_number_is_of_another_run() -> No
         status=ROLLOUT_STATUS_OK,
         finish_reason=FINISH_REASON_STOP,
     )
-    assert acceptance.offer(rollout, was_there=True).outcome is None
+    assert acceptance.offer(rollout, was_there=True) == Verdict(None)
     assert not acceptance.batch(BatchKey(PURPOSE_TRAIN, 0)).answers

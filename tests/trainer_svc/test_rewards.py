@@ -1,32 +1,45 @@
-"""Tests of trainer_svc.rewards, trainer_svc.reward_functions and trainer_svc.math_verifier."""
+"""Tests of trainer_svc.rewards, trainer_svc.reward_functions and trainer_svc.reward_lookup."""
 
+import json
 import math
-import os
-import signal
-import sys
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_svc.math_verifier import MathVerifier
+from trainer_svc.data_sources import Fields, open_source
 from trainer_svc.reward_functions import exact_match, find_last_number, graded, last_number, reasoning_gym
-from trainer_svc.rewards import RewardError, RewardInput, check_rewards, load_rewards
+from trainer_svc.reward_input import RewardError, RewardInput
+from trainer_svc.reward_lookup import NAMED
+from trainer_svc.rewards import RewardSum, check_rewards, load_rewards
+from trainer_svc.settings import RewardSection
 
 
 @pytest.fixture
-def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A module `own_rewards` in the current folder; write it, then load it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    sys.modules.pop("own_rewards", None)
-    yield tmp_path / "own_rewards.py"
-    sys.modules.pop("own_rewards", None)
+    return tmp_path / "own_rewards.py"
+
+
+@pytest.fixture
+def load() -> Iterator[Callable[..., RewardSum]]:
+    """Loads rewards, which end with the test."""
+    loaded: list[RewardSum] = []
+
+    def load(functions: Any, **section: Any) -> RewardSum:
+        loaded.append(load_rewards(RewardSection(functions=functions, **{"num_workers": 1, **section})))
+        return loaded[-1]
+
+    yield load
+    for rewards in loaded:
+        rewards.close()
 
 
 def sample(
@@ -87,55 +100,67 @@ def test_graded_gives_part_marks_in_order() -> None:
 
 
 def test_reasoning_gym_asks_the_checker_of_the_task() -> None:
-    metadata = {"task": "chain_sum", "task_options": {"max_digits": 2}}
+    source = open_source("reasoning_gym:chain_sum", fields=Fields(), task_options={"max_digits": 2}, seed=1, held_out=5)
+    record = source.read(3, 4)[0]
+    metadata = RewardInput("", "", "", True, record.metadata).to_json(("metadata",))["metadata"]
 
     def score(response: str, *, finished: bool = True) -> float:
-        return reasoning_gym(prompt="3 + 4", response=response, answer="7", finished=finished, metadata=metadata)
+        return reasoning_gym(response=response, finished=finished, metadata=json.loads(json.dumps(metadata)))
 
-    assert score("7") == 1.0
-    assert score("I think <answer> 7 </answer>") == 1.0
-    assert score("8") < 1.0
-    assert score("7", finished=False) == 0.0
+    assert score(record.answer) == 1.0
+    assert score(f"I think <answer> {record.answer} </answer>") == 1.0
+    assert score(f"{record.answer}1") < 1.0
+    assert score(record.answer, finished=False) == 0.0
     with pytest.raises(ValueError, match="does not come from a task"):
-        reasoning_gym(prompt="", response="", answer="", finished=True, metadata={})
+        reasoning_gym(response="", finished=True, metadata={})
 
 
-def test_values_are_weighted_and_added() -> None:
-    rewards = load_rewards({"exact_match": 2.0, "last_number": 0.5})
+def test_values_are_weighted_and_added(load: Callable[..., RewardSum]) -> None:
+    rewards = load({"exact_match": 2.0, "last_number": 0.5})
     score = rewards.score(sample("it is 42", "42"))
     assert score.values == {"exact_match": 0.0, "last_number": 1.0}
     assert score.total == 0.5
-    assert load_rewards(["exact_match", "last_number"]).score(sample("42", "42")).total == 2.0
+    assert load(["exact_match", "last_number"]).score(sample("42", "42")).total == 2.0
 
 
-def test_an_own_function_takes_any_of_the_arguments_by_name(own_module: Path) -> None:
+def test_an_own_function_takes_any_of_the_arguments_by_name(own_module: Path, load: Callable[..., RewardSum]) -> None:
     own_module.write_text(
         "def short(response, *, scale=2.0):\n    return scale / (1 + len(response))\n"
         "def everything(**known):\n    return float(sorted(known) == "
         "['answer', 'finished', 'metadata', 'prompt', 'response'])\n"
     )
-    rewards = load_rewards(["own_rewards:short", "own_rewards:everything"])
+    rewards = load(["own_rewards:short", "own_rewards:everything"])
     assert rewards.score(sample("a", "b")).values == {"own_rewards:short": 1.0, "own_rewards:everything": 1.0}
     assert math.isfinite(rewards.check("prompt", "answer", {}).total)
+
+
+def test_metadata_reaches_a_function_as_json_says_it(own_module: Path, load: Callable[..., RewardSum]) -> None:
+    own_module.write_text(
+        "def score(metadata):\n"
+        "    return float(metadata == {'1': [1, 2], 'set': [3], 'number': 2.5, 'rows': [[1, 0]], 'other': '1.50'})\n"
+    )
+    rows = np.eye(2, dtype=int)[:1]
+    metadata: Any = {1: (1, 2), "set": {3}, "number": np.float32(2.5), "rows": rows, "other": Decimal("1.50")}
+    assert load(["own_rewards:score"]).score(sample("", "", metadata=metadata)).total == 1.0
 
 
 @pytest.mark.parametrize(
     ("functions", "message"),
     [
-        ([], "is empty"),
-        (["exact_mach"], r"no reward named 'exact_mach' \(did you mean exact_match\?\)"),
+        ([], "at least one reward function"),
         (["exact_match", "exact_match"], "more than once"),
-        ({"exact_match": math.nan}, "expected a finite number"),
+        ({"exact_match": math.nan}, "finite number"),
+        (["exact_mach"], r"no reward named 'exact_mach' \(did you mean exact_match\?\)"),
+        (["http://:80/score"], "is no address"),
+        (["https://host:port/score"], "is no address"),
         (["no_such_module_of_rewards:f"], "there is no module no_such_module_of_rewards"),
         (["no_such.module:f"], r"there is no module no_such\.module"),
         (["..x:f"], r"there is no module \.\.x"),
     ],
 )
-def test_a_wrong_setting_is_refused_before_anything_is_imported(functions: Any, message: str) -> None:
+def test_a_wrong_setting_is_refused(functions: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_rewards(functions)
-    with pytest.raises(ValueError, match=message):
-        load_rewards(functions)
+        check_rewards(RewardSection(functions=functions))
 
 
 @pytest.mark.parametrize(
@@ -148,81 +173,52 @@ def test_a_wrong_setting_is_refused_before_anything_is_imported(functions: Any, 
         ("async def score(response): ...", "is async"),
         ("import no_such_thing_at_all", "raised ModuleNotFoundError"),
         ("def score(", "raised SyntaxError"),
+        ("import os; os._exit(3)", r"ended the process \(exit code 3\)"),
     ],
 )
 def test_an_own_function_that_cannot_work_is_refused(own_module: Path, code: str, message: str) -> None:
     own_module.write_text(code)
-    for look in (check_rewards, load_rewards):
-        with pytest.raises(ValueError, match=message):
-            look(["own_rewards:score"])
+    with pytest.raises(ValueError, match=message):
+        check_rewards(RewardSection(functions=["own_rewards:score"]))
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "return None",
-        "return 'x'",
-        "return float('nan')",
-        "return 1e31",
-        "return 1 / 0",
-        "return 1j",
-        "return 10**400",
-        "raise SystemExit(1)",
-    ],
-)
-def test_a_failing_function_gives_an_error_and_never_a_reward(own_module: Path, code: str) -> None:
-    own_module.write_text(f"def score(response):\n    {code}\n")
-    rewards = load_rewards(["own_rewards:score"])
-    with pytest.raises(RewardError, match=r"own_rewards:score.*response='an answer'"):
-        rewards.score(sample("an answer", "key"))
-    with pytest.raises(ValueError, match=r"tried before the run, reward own_rewards:score"):
-        rewards.check("prompt", "answer", {})
+def test_a_failing_function_gives_an_error_and_never_a_reward(own_module: Path, load: Callable[..., RewardSum]) -> None:
+    codes = ("None", "'x'", "float('nan')", "1e31", "1 / 0", "1j", "10**400", "exit(1)", "'x' * 5000")
+    own_module.write_text(
+        f"def score(response):\n    return [lambda c=c: eval(c) for c in {codes!r}][int(response)]()\n"
+    )
+    rewards = load(["own_rewards:score"])
+    for index in range(len(codes)):
+        with pytest.raises(RewardError, match=rf"own_rewards:score.*response='{index}'") as failed:
+            rewards.score(sample(str(index), "key"))
+        assert len(str(failed.value)) < 1500
+    own_module.write_text("def score(response):\n    return 1 / len(response)\n")
+    with pytest.raises(ValueError, match=r"tried before the run, reward own_rewards:score raised ZeroDivisionError"):
+        load(["own_rewards:score"]).check("prompt", "answer", {})
 
 
-def test_the_check_names_a_key_that_a_named_reward_cannot_use() -> None:
+def test_the_check_names_a_key_that_a_named_reward_cannot_use(load: Callable[..., RewardSum]) -> None:
     with pytest.raises(ValueError, match="the key 'none' holds no number"):
-        load_rewards(["last_number"]).check("prompt", "none", {})
-    assert load_rewards(["exact_match"]).check("prompt", "key", {}).total == 1.0
+        load(["last_number"]).check("prompt", "none", {})
+    assert load(["exact_match"]).check("prompt", "key", {}).total == 1.0
 
 
-@pytest.fixture(scope="module")
-def verifier() -> Iterator[MathVerifier]:
-    verifier = MathVerifier(cpu_seconds=3.0)
-    yield verifier
-    verifier.close()
-
-
-def test_math_is_compared_by_meaning_on_any_thread(verifier: MathVerifier) -> None:
-    verdicts: list[bool] = []
-
-    def compare() -> None:
-        verdicts.append(verifier.verify(response=r"so it is $\boxed{\frac{2}{4}}$", answer="1/2"))
-        verdicts.append(verifier.verify(response="so it is 42", answer="reasons\n#### 42"))
-        verdicts.append(verifier.verify(response=r"$\boxed{x+1}$", answer=r"1+x"))
-        verdicts.append(verifier.verify(response="it is 3", answer="4"))
-        verdicts.append(verifier.verify(response="", answer="4"))
-
-    thread = threading.Thread(target=compare)
-    thread.start()
-    thread.join()
-    assert verdicts == [True, True, True, False, False]
-
-
-def test_an_answer_too_large_to_check_is_wrong_and_the_next_is_checked(verifier: MathVerifier) -> None:
-    assert not verifier.verify(response="$9^{9^{9^{9}}} + 1$", answer="7")
-    assert verifier.verify(response="7", answer="7")
-
-
-def test_a_verifier_that_was_killed_is_started_again(verifier: MathVerifier) -> None:
-    os.kill(verifier._process.pid, signal.SIGKILL)
-    assert verifier.verify(response="7", answer="7")
-
-
-def test_math_verify_is_a_reward_by_name() -> None:
-    rewards = load_rewards(["math_verify"])
-    try:
-        assert rewards.check("prompt", r"\frac{1}{2}", {}).total == 1.0
-        assert rewards.score(sample("0.5", r"\frac{1}{2}")).total == 1.0
-        assert rewards.score(sample("0.5", r"\frac{1}{2}", finished=False)).total == 0.0
-    finally:
-        rewards.close()
+def test_math_is_compared_by_meaning_and_too_much_of_it_is_wrong(
+    load: Callable[..., RewardSum], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(NAMED, "math_verify", replace(NAMED["math_verify"], cpu_limit_s=1.0))
+    rewards = load(["math_verify"])
+    assert rewards.check("prompt", r"\frac{1}{2}", {}).total == 1.0
+    for response, answer, finished, expected in (
+        (r"so it is $\boxed{\frac{2}{4}}$", "1/2", True, 1.0),
+        ("so it is 42", "reasons\n#### 42", True, 1.0),
+        (r"$\boxed{x+1}$", r"1+x", True, 1.0),
+        ("it is 3", "4", True, 0.0),
+        ("", "4", True, 0.0),
+        ("0.5", r"\frac{1}{2}", False, 0.0),
+        ("$9^{9^{9^{9}}} + 1$", "7", True, 0.0),
+        ("7", "7", True, 1.0),
+    ):
+        assert rewards.score(sample(response, answer, finished=finished)).total == expected, response
+    with pytest.raises(RewardError, match="is not mathematics"):
+        rewards.score(sample("7", ""))

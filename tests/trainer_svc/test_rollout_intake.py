@@ -14,8 +14,9 @@ from streamrl.kafka.topics import Topics, create_topics
 from streamrl.settings import FleetView, KafkaSection
 from streamrl.v1.records_pb2 import ROLLOUT_STATUS_OK, Rollout
 from streamrl.v1.sample_pb2 import FINISH_REASON_STOP, LOGPROB_MODE_PROCESSED, VersionSpan
-from trainer_svc.acceptance import Acceptance, AcceptanceRules
+from trainer_svc.acceptance import Acceptance
 from trainer_svc.collector import Collector
+from trainer_svc.groups import AcceptanceRules
 from trainer_svc.rollout_intake import RolloutIntake
 
 BATCH = BatchKey(PURPOSE_TRAIN, 4)
@@ -69,7 +70,12 @@ def take(topic: Topic) -> Iterator[Take]:
     def begin(topic_id: str = "", positions: dict[int, int] | None = None) -> Collector:
         rules = AcceptanceRules(attempt=2, max_staleness=1)
         acceptance = Acceptance(rules, lambda *_: 1.0, shared_version=lambda _earlier: 4)
-        collector = Collector(acceptance, report=lambda _outcome: None, dead_letter=lambda _record, _reason: None)
+        collector = Collector(
+            acceptance,
+            report=lambda _outcome: None,
+            dead_letter=lambda _record, _reason: None,
+            refill=lambda _key: None,
+        )
         collector.open(BATCH, [SomePrompt()], 4)
         intake = RolloutIntake(
             topic.connection, topic.name, 4, collector, saved_topic_id=topic_id, saved_positions=positions

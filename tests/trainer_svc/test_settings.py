@@ -9,8 +9,13 @@ from trainer_svc.settings import TrainerSettings
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"trainer": {"algorithm": "ppo"}}, "ppo is not available in this version; use one of grpo"),
         ({"trainer": {"algorithm": "gpro"}}, "unknown algorithm 'gpro'"),
+        ({"trainer": {"steps_per_batch": 33}}, r"steps_per_batch is 33: a batch has 32 prompts"),
+        (
+            {"trainer": {"algorithm": "ppo", "max_refill_prompts": 1}, "data": {"samples_per_prompt": 1}},
+            "one answer has nothing to differ",
+        ),
+        ({"trainer": {"overlong_buffer_tokens": 600}}, "overlong_buffer_tokens is 600, more than an answer can have"),
         ({"trainer": {"learning_rte": 1e-4}}, "learning_rte"),
         ({"trainer": {"zero_stage": 4}}, "zero_stage"),
         ({"data": {"samples_per_prompt": 1}}, "data.samples_per_prompt is 1: grpo compares .* needs 2 or more"),
@@ -48,3 +53,43 @@ def test_every_setting_says_what_it_is_for() -> None:
         fields = type(getattr(TrainerSettings(), section)).model_fields
         undocumented = [name for name, field in fields.items() if not field.description]
         assert undocumented == [], section
+
+
+def test_what_is_left_out_is_what_the_algorithm_is_published_with() -> None:
+    settings = TrainerSettings.model_validate({"trainer": {"algorithm": "dapo"}, "generator": {"max_tokens": 100}})
+    assert settings.trainer.clip_range == (0.2, 0.28)
+    assert (settings.max_refill_prompts, settings.overlong_buffer_tokens) == (96, 20)
+    grpo = TrainerSettings.model_validate({"trainer": {"learning_rate": 1e-5}})
+    assert (grpo.max_refill_prompts, grpo.overlong_buffer_tokens) == (0, 0)
+    assert grpo.trainer.critic_rate == pytest.approx(1e-4)
+    given = {"algorithm": "dapo", "max_refill_prompts": 5, "overlong_buffer_tokens": 0}
+    settings = TrainerSettings.model_validate({"trainer": given})
+    assert (settings.max_refill_prompts, settings.overlong_buffer_tokens) == (5, 0)
+    kinds = [TrainerSettings.model_validate({"trainer": {"kl": kl}}).trainer.estimator for kl in ("reward", "loss")]
+    assert kinds == ["k1", "k3"]
+
+
+def test_what_older_versions_drew_is_corrected_where_versions_differ() -> None:
+    for mode, expected in (("sync", "ratio"), ("colocated", "ratio"), ("async", "truncated")):
+        assert TrainerSettings.model_validate({"pipeline": {"mode": mode}}).off_policy == expected
+    given = {"pipeline": {"mode": "async"}, "trainer": {"off_policy": "none"}}
+    assert TrainerSettings.model_validate(given).off_policy == "none"
+
+
+def test_answers_need_not_be_compared_where_advantages_are_those_of_the_batch() -> None:
+    for algorithm in ("ppo", "reinforce_pp"):
+        TrainerSettings.model_validate({"trainer": {"algorithm": algorithm}, "data": {"samples_per_prompt": 1}})
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"data": {"easy_pass_rate": 0.5, "hard_pass_rate": 0.5}}, r"data\.hard_pass_rate is 0\.5, expected less than"),
+        ({"data": {"curriculum": True}}, r"data\.train is counting, expected reasoning_gym:TASK"),
+        ({"reward": {"functions": ["graded", "graded"]}}, "graded stands there more than once"),
+        ({"reward": {"timeout_s": 0}}, "timeout_s"),
+    ],
+)
+def test_rewards_and_selections_that_cannot_be_meant_are_refused(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainerSettings.model_validate(section)

@@ -1,4 +1,5 @@
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,14 @@ from trainer_svc.task import Task, load_task
 
 
 @pytest.fixture
-def task(random_model: Path, counting_file: Path, tmp_path: Path) -> Task:
+def task(random_model: Path, counting_file: Path, tmp_path: Path) -> Iterator[Task]:
     settings = TrainerSettings.model_validate(
         {"data": {"train": str(counting_file), "eval": str(counting_file)}, "eval": {"num_prompts": 4}}
     )
     model = resolve_model(str(random_model), dtype="float32", seed=0, cache_folder=tmp_path)
-    return load_task(settings, model)
+    task = load_task(settings, model)
+    yield task
+    task.rewards.close()
 
 
 def test_the_key_as_an_answer_is_right_only_when_it_was_ended(task: Task) -> None:
@@ -22,9 +25,9 @@ def test_the_key_as_an_answer_is_right_only_when_it_was_ended(task: Task) -> Non
     token_ids = task.tokenizer.encode(prompt.record.answer, add_special_tokens=False)
     ended = [*token_ids, task.tokenizer.eos_token_id]
     assert task.response(ended) == task.response(token_ids) == prompt.record.answer
-    assert task.score(prompt, ended, False) == 1.0
-    assert task.score(prompt, token_ids, True) == 0.0
-    assert task.score(prompt, ended[1:], False) == 0.0
+    assert task.score(prompt, ended, False).result().total == 1.0
+    assert task.score(prompt, token_ids, True).result().total == 0.0
+    assert task.score(prompt, ended[1:], False).result().total == 0.0
     assert task.describe(prompt, ended)["response"] == prompt.record.answer
 
 

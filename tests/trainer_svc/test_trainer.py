@@ -27,9 +27,25 @@ StartFleet = Callable[..., Any]
 
 
 REWARD = """
+import os
+from pathlib import Path
+
+def ends_its_process_once(response):
+    with Path(__file__).with_name("calls").open("a") as calls:
+        calls.write("x")
+        calls.flush()
+        if calls.tell() == 10:
+            os._exit(1)
+    return even_tokens(response)
+
 def even_tokens(response):
     words = response.split()
     return sum(word.isdigit() and int(word) % 2 == 0 for word in words) / max(1, len(words))
+
+
+def sometimes_even(prompt, response):
+    # Says nothing about the answers to every other prompt.
+    return even_tokens(response) if int(prompt.split()[-1]) % 2 else 0.5
 """
 
 
@@ -180,13 +196,72 @@ def test_an_asynchronous_run_on_two_ranks_survives_what_a_fleet_does_wrong(make_
     assert rollouts["trained"] == 25
 
 
+def test_prompts_without_spread_are_replaced_while_the_others_are_trained(make_run: MakeRun, ranks: Ranks) -> None:
+    run = make_run(
+        "trainer-dapo",
+        {"max_staleness": 1},
+        pipeline={"mode": "async", "max_staleness": 1},
+        reward={"functions": {"even_reward:sometimes_even": 1.0}},
+        trainer={"algorithm": "dapo", "max_refill_prompts": 100, "saturation_tokens": 20},
+        eval={"every": 0},
+    )
+    figures = run.train_here(ranks)
+    assert run.fleet.errors == []
+    rollouts = run.summary["rollouts"]
+    assert rollouts["expected"] == rollouts["received"] == rollouts["trained"] + rollouts["dropped"]["filtered"]
+    # Nearly all answers of the random model are as long as they may be: each loses the whole penalty.
+    assert figures["reward/overlong_penalty_mean"] > 0.5
+    assert rollouts["dropped"]["filtered"] > 0
+    # The batches are full.
+    assert rollouts["trained"] == 27
+
+
+def test_ppo_with_a_reference_prepares_samples_as_they_arrive(make_run: MakeRun, ranks: Ranks) -> None:
+    run = make_run(
+        "trainer-ppo",
+        trainer={
+            "algorithm": "ppo",
+            "kl": "reward",
+            "kl_coefficient": 0.01,
+            "off_policy": "truncated",
+            "steps_per_batch": 2,
+            "saturation_tokens": 20,
+        },
+        eval={"every": 0},
+    )
+    figures = run.train_here(ranks)
+    assert run.fleet.errors == []
+    assert set(figures) <= {figure.name for figure in FIGURES}
+    assert figures["kl/reference_k3"] > 0
+    assert figures["critic/value_mean"] != 0
+    # Between generator and the policy at the batch's start, whatever its first step has changed.
+    assert figures["mismatch/own_tokens"] == figures["train/tokens"]
+    assert figures["mismatch/logprob_abs_diff_max"] < 1e-4
+    assert run.summary["rollouts"]["trained"] == 27
+    (checkpoint,) = (run.folder / "checkpoints").iterdir()
+    assert (checkpoint / "critic" / "deepspeed").is_dir()
+
+
 def test_a_colocated_run_moves_the_fleet_between_its_phases(make_run: MakeRun, ranks: Ranks) -> None:
     run = make_run(
-        "trainer-colocated", pipeline={"mode": "colocated"}, trainer={"num_iterations": 2}, eval={"every": 0}
+        "trainer-colocated",
+        pipeline={"mode": "colocated"},
+        trainer={"num_iterations": 2},
+        eval={"every": 0},
+        # After the check and the first evaluation, the tenth call is of a training sample.
+        reward={"functions": {"even_reward:ends_its_process_once": 1.0}, "num_workers": 1},
+        data={"easy_pass_rate": 1.0, "right_reward": -1.0},
     )
-    run.train_here(ranks)
+    figures = run.train_here(ranks)
     assert run.fleet.phases == [FLEET_PHASE_GENERATE] + 2 * [FLEET_PHASE_TRAIN, FLEET_PHASE_GENERATE]
     check_balance(run.summary, expected=18)
+    rollouts = run.summary["rollouts"]
+    assert (rollouts["dropped"]["infrastructure"], rollouts["trained"]) == (1, 17)
+    # Every prompt is left out from now on, but for the one that an answer is missing of.
+    (checkpoint,) = (run.folder / "checkpoints").iterdir()
+    assert len(json.loads((checkpoint / "state.json").read_text())["selection"]["rests"]) == 5
+    assert figures["data/left_out"] in (2.0, 3.0)
+    assert 0 < figures["data/epoch"] < 1
 
 
 def test_a_stopped_run_ends_in_order_with_a_checkpoint_and_a_summary(make_run: MakeRun) -> None:

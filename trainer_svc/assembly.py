@@ -1,0 +1,95 @@
+"""From the settings to what is trained and how: networks, and the recipe of a batch."""
+
+import math
+
+from trainer_svc.algorithms import ALGORITHMS
+from trainer_svc.batch_training import KlReward, Recipe
+from trainer_svc.critic import Critic
+from trainer_svc.losses import (
+    KL_ESTIMATORS,
+    OFF_POLICY,
+    SURROGATES,
+    ClipRange,
+    KlLoss,
+    PolicyObjective,
+    aggregation_of,
+)
+from trainer_svc.models import ModelFiles
+from trainer_svc.networks import Networks
+from trainer_svc.policy import Policy
+from trainer_svc.reference import Reference
+from trainer_svc.settings import TrainerSettings
+from trainer_svc.sharded_model import OptimizerRules, Sharding
+
+
+def networks_of(settings: TrainerSettings, model: ModelFiles) -> Networks:
+    """Loads the model as often as the algorithm needs it. Every rank calls it.
+
+    Raises:
+        ValueError: as `ModelFiles.load_model`.
+    """
+    trainer, temperature = settings.trainer, settings.generator.temperature
+    sharding = Sharding(trainer.zero_stage, settings.model.dtype, trainer.gradient_checkpointing)
+    policy = Policy(
+        model.load_model(),
+        objective=_objective(settings),
+        temperature=temperature,
+        rules=_rules(settings, trainer.learning_rate),
+        sharding=sharding,
+    )
+    reference = critic = None
+    if trainer.kl != "none":
+        reference = Reference(model.load_model(), temperature=temperature, sharding=sharding)
+    if ALGORITHMS[trainer.algorithm].has_critic:
+        critic = Critic(
+            model.load_model(),
+            clip=trainer.value_clip or math.inf,
+            rules=_rules(settings, trainer.critic_rate),
+            sharding=sharding,
+        )
+    return Networks(policy, reference, critic, keeps_proximal=_keeps_proximal(settings))
+
+
+def recipe_of(settings: TrainerSettings) -> Recipe:
+    """What becomes of a batch."""
+    trainer, algorithm = settings.trainer, ALGORITHMS[settings.trainer.algorithm]
+    in_reward = trainer.kl == "reward"
+    return Recipe(
+        algorithm=algorithm,
+        aggregation=aggregation_of(trainer.aggregation, settings.generator.max_tokens),
+        steps_per_batch=trainer.steps_per_batch,
+        prepares=trainer.kl != "none" or algorithm.has_critic or _keeps_proximal(settings),
+        kl_reward=KlReward(KL_ESTIMATORS[trainer.estimator], trainer.kl_coefficient) if in_reward else None,
+        kl_in_loss=trainer.kl == "loss",
+        discount=trainer.discount,
+        trace=trainer.gae_lambda if algorithm.has_critic else 1.0,
+        critic_warmup=trainer.critic_warmup_iterations,
+    )
+
+
+def _objective(settings: TrainerSettings) -> PolicyObjective:
+    trainer = settings.trainer
+    in_loss = trainer.kl == "loss"
+    return PolicyObjective(
+        surrogate=SURROGATES[trainer.algorithm],
+        clip=ClipRange(*trainer.clip_range),
+        off_policy=OFF_POLICY[settings.off_policy],
+        importance_limit=trainer.importance_limit,
+        kl=KlLoss(KL_ESTIMATORS[trainer.estimator], trainer.kl_coefficient) if in_loss else None,
+    )
+
+
+def _rules(settings: TrainerSettings, learning_rate: float) -> OptimizerRules:
+    trainer = settings.trainer
+    return OptimizerRules(
+        learning_rate=learning_rate,
+        warmup_steps=trainer.warmup_steps,
+        betas=trainer.betas,
+        weight_decay=trainer.weight_decay,
+        max_grad_norm=trainer.max_grad_norm,
+    )
+
+
+def _keeps_proximal(settings: TrainerSettings) -> bool:
+    """Whether the policy at the batch's start is another than the present one, and anybody asks for it."""
+    return settings.trainer.steps_per_batch > 1 and not OFF_POLICY[settings.off_policy].ratio_to_generator
