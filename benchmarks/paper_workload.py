@@ -69,17 +69,18 @@ def log_normal_error(lengths: NDArray[np.int64], generator: np.random.Generator)
 
 
 def overlooked_tail(lengths: NDArray[np.int64], generator: np.random.Generator) -> tuple[Array, LengthForecast]:
-    """Estimates that are right, but for 13 % of the longest fifth, which are estimated at the median. What is known is
-    that of answers that seem shorter a certain share is from the longest fifth."""
+    """Estimates that are right, but for 13 % of the longest fifth, which are estimated at the median. The forecast is that
+    of a ranker which knows, for each tenth of its estimates, how often they turn out to be of the longest fifth."""
     order = np.argsort(-lengths, kind="stable")
     longest = order[: len(lengths) // 5]
     overlooked = generator.permutation(longest)[: round(OVERLOOKED * len(longest))]
     estimates = lengths.astype(np.float64)
     estimates[overlooked] = np.median(lengths)
-    seems_short = estimates < lengths[longest].min()
-    chance = len(overlooked) / max(int(seems_short.sum()), 1)
+    tenths = np.searchsorted(np.quantile(estimates, np.arange(1, 10) / 10), estimates, side="right")
+    doubtful = tenths == tenths[overlooked[0]]
+    chance = len(overlooked) / int(doubtful.sum())
     tail = np.quantile(lengths[longest], [0.0, 0.25, 0.5, 0.75, 1.0])
-    rows = np.where(seems_short[:, None], tail[None, :], estimates[:, None])
+    rows = np.where(doubtful[:, None], tail[None, :], estimates[:, None])
     forecast = np.concatenate([estimates[:, None], estimates[:, None], rows], axis=1)
     levels = [0.0, 1 - chance, *(1 - chance * (1 - part) for part in (0.001, 0.25, 0.5, 0.75)), 1.0]
     return estimates, LengthForecast(forecast, levels)

@@ -13,8 +13,8 @@ import itertools
 import logging
 import math
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,7 +45,7 @@ ESTIMATES: dict[str, paper_workload.Estimate] = {
     "overlooked_tail": paper_workload.overlooked_tail,
 }
 TRANSFER_S = 0.3
-NUM_LOOKS = 24
+NUM_LOOKS = 12
 """How often, over the expected makespan, the scheduler looks at the progress."""
 LEAST_ROOM = 0.05
 GOALS = {
@@ -58,6 +58,8 @@ OURS = "makespan"
 POLICIES = (OURS, "round_robin", "paper", "paper_max")
 
 Shares = Sequence[Sequence[int]]
+Makespans = dict[tuple[str, str], float]
+"""Seconds by (estimate, policy); ("", "random_fifo") and ("", "bound") are of all estimates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,28 +92,48 @@ class Setup:
 
 
 def measure() -> Result:
-    """All cells; about ten minutes of one core."""
-    settings = {
-        "num_seeds": NUM_SEEDS, "transfer_s": TRANSFER_S, "prefill_token_s": paper_workload.PREFILL_TOKEN_S,
-        "held_token_s": paper_workload.HELD_TOKEN_S, "num_looks": NUM_LOOKS, "log_error": paper_workload.LOG_ERROR,
-    }  # fmt: skip
-    result = Result("skewness", settings)
-    gains: dict[tuple[str, str, str], list[float]] = defaultdict(list)
-    worse: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    """All cells; half an hour of one core."""
+    played = {}
     for setup in setups():
-        rows = [play(setup, seed) for seed in range(NUM_SEEDS)]
-        _compare(setup, rows, result, gains, worse)
+        started = time.process_time()
+        played[setup] = [play(setup, seed) for seed in range(NUM_SEEDS)]
+        logger.info("%s: %.1f s", setup.name, time.process_time() - started)
+    return summarise(played)
+
+
+def summarise(played: Mapping[Setup, Sequence[Makespans]]) -> Result:
+    """From the makespans of each cell, a row a seed, to what is reported."""
+    result = Result(
+        "skewness",
+        {
+            "num_seeds": len(next(iter(played.values()))),
+            "num_looks": NUM_LOOKS,
+            "transfer_s": TRANSFER_S,
+            "prefill_token_s": paper_workload.PREFILL_TOKEN_S,
+            "held_token_s": paper_workload.HELD_TOKEN_S,
+            "log_error": paper_workload.LOG_ERROR,
+        },
+    )
+    gains: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    worse: Counter[tuple[str, str, str]] = Counter()
+    for setup, rows in played.items():
+        for estimate, policy in itertools.product(ESTIMATES, POLICIES):
+            cell, gain, worse_than = _compare(setup, rows, estimate, policy)
+            result.cells.append(cell)
+            worse.update((estimate, policy, other) for other in worse_than)
+            if gain is not None:
+                gains[estimate, policy, setup.regime].append(gain)
     for (estimate, policy, regime), values in sorted(gains.items()):
-        name, goal = f"g/{estimate}/{policy}/{regime}", GOALS.get((estimate, regime)) if policy == OURS else None
-        mean = float(np.mean(values))
-        result.cells.append(Cell(name, mean, f"mean g of {len(values)} cells", "", None, goal, None if goal is None else mean >= goal))
+        mean, unit = float(np.mean(values)), f"mean g of {len(values)} cells"
+        goal = GOALS.get((estimate, regime)) if policy == OURS else None
+        met = None if goal is None else mean >= goal
+        result.cells.append(Cell(f"g/{estimate}/{policy}/{regime}", mean, unit, "bound", None, goal, met))
     for estimate, policy, other in itertools.product(ESTIMATES, POLICIES, ("random_fifo", "round_robin")):
-        if policy == other:
-            continue
-        found = worse[estimate, policy, other]
-        name = f"cells worse than {other} by two standard errors/{estimate}/{policy}"
-        goal, met = (0, not found) if policy == OURS else (None, None)
-        result.cells.append(Cell(name, len(found), "cells" + "".join(f" {cell}" for cell in found), other, None, goal, met))
+        if policy != other:
+            count = worse[estimate, policy, other]
+            goal, met = (0, count == 0) if policy == OURS else (None, None)
+            name = f"worse_by_two_standard_errors/{estimate}/{policy}"
+            result.cells.append(Cell(name, count, f"of {len(played)} cells", other, None, goal, met))
     return result
 
 
@@ -121,12 +143,8 @@ def setups() -> Iterator[Setup]:
         yield Setup(*values)
 
 
-def play(setup: Setup, seed: int) -> dict[tuple[str, str], float]:
-    """One seed of a cell.
-
-    Returns:
-        Makespans in seconds by (estimate, policy); ("", "random_fifo") and ("", "bound") are of all estimates.
-    """
+def play(setup: Setup, seed: int) -> Makespans:
+    """One seed of a cell."""
     generator = np.random.default_rng([seed, setup.num_instances, setup.batch_limit, setup.num_prompts])
     lengths = paper_workload.draw_lengths(setup.num_prompts, generator)
     shuffled = generator.permutation(setup.num_prompts)
@@ -212,33 +230,29 @@ def _standing(fleet: SimulatedFleet, forecast: LengthForecast, expected: Array) 
 
 
 def _compare(
-    setup: Setup,
-    rows: Sequence[dict[tuple[str, str], float]],
-    result: Result,
-    gains: dict[tuple[str, str, str], list[float]],
-    worse: dict[tuple[str, str, str], list[str]],
-) -> None:
+    setup: Setup, rows: Sequence[Makespans], estimate: str, policy: str
+) -> tuple[Cell, float | None, list[str]]:
+    """One policy in one cell: the mean ratio, g where there is room, and whom it is worse than by two standard errors."""
+    makespans = np.array([row[estimate, policy] for row in rows])
     random = np.array([row["", "random_fifo"] for row in rows])
     bound = np.array([row["", "bound"] for row in rows])
     room = 1 - bound.mean() / random.mean()
-    started = time.process_time()
-    for estimate, policy in itertools.product(ESTIMATES, POLICIES):
-        makespans = np.array([row[estimate, policy] for row in rows])
-        ratios = makespans / random
-        gain = (1 - makespans.mean() / random.mean()) / room
-        if room >= LEAST_ROOM:
-            gains[estimate, policy, setup.regime].append(float(gain))
-        error = _standard_error(ratios)
-        unit = f"of random FIFO, standard error {error:.4f}, g {gain:.3f}" if room >= LEAST_ROOM else f"of random FIFO, standard error {error:.4f}"
-        result.cells.append(
-            Cell(f"{estimate}/{policy}/{setup.name}", float(ratios.mean()), unit, "random_fifo", float(ratios.mean()))
-        )
-        others = {"random_fifo": random, "round_robin": np.array([row[estimate, "round_robin"] for row in rows])}
-        for other, theirs in others.items():
-            difference = (makespans - theirs) / random
-            if other != policy and difference.mean() > 2 * _standard_error(difference) + 1e-9:
-                worse[estimate, policy, other].append(setup.name)
-    logger.info("%s: room %.3f (%.1f s)", setup.name, room, time.process_time() - started)
+    gain = float((1 - makespans.mean() / random.mean()) / room) if room >= LEAST_ROOM else None
+    worse_than = []
+    for other, theirs in (
+        ("random_fifo", random),
+        ("round_robin", np.array([row[estimate, "round_robin"] for row in rows])),
+    ):
+        difference = (makespans - theirs) / random
+        if other != policy and difference.mean() > 2 * _standard_error(difference) + 1e-9:
+            worse_than.append(other)
+    ratios = makespans / random
+    told = "no room" if gain is None else f"g {gain:.3f}"
+    unit = f"of the makespan, standard error {_standard_error(ratios):.4f}, {told}"
+    if worse_than:
+        unit += f", worse than {' and '.join(worse_than)}"
+    name = f"{estimate}/{policy}/{setup.name}"
+    return Cell(name, float(ratios.mean()), unit, "random_fifo", float(ratios.mean())), gain, worse_than
 
 
 def _standard_error(values: Array) -> float:

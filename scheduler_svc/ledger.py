@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from scheduler_svc.admission import priority, version_for
 from scheduler_svc.batches import Batch, Sample
+from scheduler_svc.observed_latency import fleet_profiles
 from scheduler_svc.registry import Life, Registry
 from scheduler_svc.samples import SampleBook
 from scheduler_svc.settings import SchedulerSettings
@@ -327,15 +328,29 @@ class Ledger:
 
     def _dispatch(self, batch: Batch, groups: dict[int, list[Sample]], lives: list[Life]) -> list[Outgoing]:
         """Plans what waits of one batch over the instances that take work."""
-        pieces = []
+        history, pieces = self.samples.history, []
         for index, samples in groups.items():
             prompt = batch.groups[index].prompt
-            expected = self.samples.history.expected_tokens(prompt.prompt_id, prompt.sampling.max_tokens)
-            pieces.append(Piece(index, tuple(sample.key.sample for sample in samples), expected))
+            max_tokens = prompt.sampling.max_tokens
+            pieces.append(
+                Piece(
+                    index,
+                    tuple(sample.key.sample for sample in samples),
+                    history.expected_tokens(prompt.prompt_id, max_tokens),
+                    lengths=history.forecast(prompt.prompt_id, max_tokens),
+                    prompt_tokens=len(prompt.token_ids),
+                )
+            )
+        profiles = fleet_profiles(lives)
         shares = plan(
             self.settings.scheduler.dispatch,
             pieces,
-            [InstanceLoad(life.name, life.request.max_running, life.outstanding_tokens) for life in lives],
+            [
+                InstanceLoad(life.name, life.request.max_running, life.outstanding_tokens, profiles.get(life.name))
+                for life in lives
+            ],
+            length_p50=history.recent_quantile(0.5),
+            length_p90=history.recent_quantile(0.9),
             seed=sample_seed(self.settings.run.seed, SampleKey(*batch.key, 0, 0)),
         )
         return [

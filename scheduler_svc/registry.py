@@ -9,6 +9,7 @@ import logging
 from dataclasses import dataclass, field
 
 from scheduler_svc.batches import Sample
+from scheduler_svc.observed_latency import ObservedLatency
 from streamrl.errors import RefusedError
 from streamrl.identity import SampleKey
 from streamrl.v1.scheduler_pb2 import (
@@ -46,6 +47,8 @@ class Life:
     """Expected tokens of `samples`."""
     revokes: dict[SampleKey, None] = field(default_factory=dict)
     """What it is asked to give back and has not answered."""
+    latency: ObservedLatency = field(default_factory=ObservedLatency)
+    """How long its steps take."""
     has_news: bool = False
     """Whether there is something to tell it."""
 
@@ -69,6 +72,7 @@ class Life:
         self.heard_at = now
         self.draining |= heartbeat.draining
         self.heartbeat = heartbeat
+        self.latency.take(heartbeat.step_latencies)
         self.heartbeat.ClearField("revoked")
         self.heartbeat.ClearField("not_revoked")
 

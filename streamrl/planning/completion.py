@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from streamrl.planning.forecast import Array, LengthForecast
+from streamrl.planning.forecast import Array, LengthForecast, Remaining
 from streamrl.planning.profile import InstanceProfile
 
 Rows = NDArray[np.int64]
 
-_MOST_ROWS = 4096
+_MOST_ROWS = 2048
 _QUEUE_PARTS = 8
 _ROUNDS = 4
 
@@ -56,13 +56,13 @@ class Outlook:
     of one shape, or what becomes one.
     """
 
-    def __init__(self, work: Work, order: NDArray[np.int64]) -> None:
+    def __init__(self, work: Work, remaining: Remaining, order: NDArray[np.int64]) -> None:
         """
         Args:
+            remaining: of each prompt's answers, of which nothing is there.
             order: the indices of the prompts, in the order in which an instance starts them.
         """
         forecast, counts = work.forecast, work.num_samples[order].astype(np.float64)
-        remaining = forecast.remaining(np.zeros(len(forecast)), work.prompt_tokens)
         self.stride = -(-len(order) // _MOST_ROWS)
         """Prompts in a row."""
         marks = np.append(np.arange(0, len(order), self.stride), len(order))
@@ -78,6 +78,13 @@ class Outlook:
 
     def num_samples(self, start: Rows | int, end: Rows | int) -> Array:
         return np.asarray(self._samples[end] - self._samples[start])
+
+    def places(self, profile: InstanceProfile, start: Rows | int, end: Rows | int) -> Array:
+        """How many answers of a stretch an instance runs at once: as it is set, or as many as its cache holds of them on
+        average."""
+        tokens, held = self._tokens[end] - self._tokens[start], self._held[end] - self._held[start]
+        in_cache = profile.kv_cache_tokens * (tokens / np.maximum(held, 1e-9))
+        return np.asarray(np.clip(np.where(held > 0, in_cache, np.inf), 1.0, profile.max_running))
 
     def late(
         self,
@@ -103,13 +110,14 @@ class Outlook:
         start, end, share = np.asarray(start), np.asarray(end), np.asarray(share)
         tokens = (self._tokens[end] - self._tokens[start]) * share + before
         steps = steps_within(profile, time_s, tokens, (self._held[end] - self._held[start]) * share)
-        places = profile.max_running / share
+        batch_limit = self.places(profile, start, end)
+        places = batch_limit / share
         # The first ones start at once.
         placed = np.minimum(np.searchsorted(self._samples, self._samples[start] + places - 0.5), end)
         late = self._longer_than(start, placed, steps)
         if queue and (placed < end).any():
             late = late + self._late_of_queue(start, placed, end, steps, places)
-        return np.where(steps * profile.max_running < tokens, np.inf, late * share)
+        return np.where(steps * batch_limit < tokens, np.inf, late * share)
 
     def _late_of_queue(self, start: Rows, placed: Rows, end: Rows, steps: Array, places: Array) -> Array:
         """Those beyond the first batch start when the work ahead is done: all of what started a full batch earlier, half

@@ -51,7 +51,9 @@ class LengthForecast:
         self.lengths = np.asarray(lengths, dtype=np.float64)
         self.levels = np.asarray(levels, dtype=np.float64)
         if self.lengths.ndim != 2 or self.lengths.shape[1] != len(self.levels):
-            raise ValueError(f"expected a length at {len(self.levels)} levels for each answer, got {self.lengths.shape}")
+            raise ValueError(
+                f"expected a length at {len(self.levels)} levels for each answer, got {self.lengths.shape}"
+            )
         if self.levels[0] != 0 or self.levels[-1] != 1 or (np.diff(self.levels) <= 0).any():
             raise ValueError(f"expected levels that ascend from 0 to 1, got {list(levels)}")
         if not np.isfinite(self.lengths).all() or (self.lengths < 0).any() or (np.diff(self.lengths) < 0).any():

@@ -32,6 +32,9 @@ _LEAST_GAIN = 0.005
 _RISK = 0.1
 """Prompts are sorted by the length that they exceed with this probability."""
 _FINE = 16
+"""Lengths of a stretch that are tried at once."""
+_FEW = 4
+"""Prompts an instance, below which it matters that they are dealt whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +87,12 @@ def plan_makespan(work: Work, members: Sequence[FleetMember]) -> MakespanPlan:
     Args:
         members: one or more.
     """
-    remaining = work.forecast.remaining(np.zeros(len(work.forecast)), exceeded_with=_RISK)
-    order = np.lexsort((np.arange(len(work.forecast)), -remaining.mean, -remaining.risk))
-    if not len(order):
+    if not len(work.forecast):
         return MakespanPlan([[] for _ in members], 0.0, 0)
-    outlook, sets = Outlook(work, order), _sets(members)
+    nothing = np.zeros(len(work.forecast))
+    remaining = work.forecast.remaining(nothing, work.prompt_tokens, exceeded_with=_RISK)
+    order = np.lexsort((np.arange(len(work.forecast)), -remaining.mean, -remaining.risk))
+    outlook, sets = Outlook(work, remaining, order), _sets(members)
     uncut: Cuts = []
     best, best_s = uncut, expected_makespan_s(outlook, sets, uncut)
     if len(sets) > 1:
@@ -105,7 +109,9 @@ def plan_makespan(work: Work, members: Sequence[FleetMember]) -> MakespanPlan:
 def expected_makespan_s(outlook: Outlook, sets: Sequence[_Set], cuts: Cuts) -> float:
     """The integral, over time, of the probability that something is late."""
     rest = cuts[-1][1] if cuts else 0
-    starts, ends = (np.array(bounds, dtype=np.int64)[:, None] for bounds in zip(*cuts, strict=True)) if cuts else ((), ())
+    starts, ends = (
+        (np.array(bounds, dtype=np.int64)[:, None] for bounds in zip(*cuts, strict=True)) if cuts else ((), ())
+    )
 
     def probability(times: Array) -> Array:
         late = np.zeros(len(times))
@@ -174,10 +180,11 @@ def _try(outlook: Outlook, sets: Sequence[_Set], times: Array, late: Array) -> l
     return cuts
 
 
-def _longest_stretches(outlook: Outlook, part: _Set, start: NDArray[np.int64], times: Array, late: Array) -> NDArray[np.int64]:
+def _longest_stretches(
+    outlook: Outlook, part: _Set, start: NDArray[np.int64], times: Array, late: Array
+) -> NDArray[np.int64]:
     """Up to where the answers from `start` on are done in time on a set, all of them at once."""
     num_rows = outlook.num_rows
-    places = part.profile.max_running * part.size
 
     def fit(ends: NDArray[np.int64]) -> NDArray[np.int64]:
         """How many of (lanes, k) ends, which ascend, are near enough."""
@@ -186,6 +193,7 @@ def _longest_stretches(outlook: Outlook, part: _Set, start: NDArray[np.int64], t
         expected = outlook.late(
             part.profile, first, ends, times[:, None], share=1 / part.size, before=part.before, queue=False
         )
+        places = outlook.places(part.profile, first, ends) * part.size
         fits = (expected <= late[:, None]) & (outlook.num_samples(first, ends) <= places)
         return np.asarray(np.logical_and.accumulate(fits, axis=1).sum(axis=1))
 
@@ -204,12 +212,16 @@ def _longest_stretches(outlook: Outlook, part: _Set, start: NDArray[np.int64], t
 def _late_rest(outlook: Outlook, sets: Sequence[_Set], start: NDArray[np.int64], times: Array) -> Array:
     """Expected late answers when the rest is dealt to all of some sets."""
     total = sum(part.rate for part in sets)
+    rows = np.maximum((outlook.num_rows - start) * outlook.stride, 1)
     late = np.zeros(len(times))
     for members, profile in _by_profile(sets):
         size = sum(sets[index].size for index in members)
         before = sum(sets[index].size * sets[index].before for index in members) / size
-        share = _rate(profile) / total
-        late += size * outlook.late(profile, start, outlook.num_rows, times, share=share, before=before)
+        # Prompts are dealt whole. Of few, some instances get one more than others: those are late.
+        each = rows * _rate(profile) / total
+        whole = np.where(each < _FEW, np.ceil(each - 1e-9), each)
+        expected = outlook.late(profile, start, outlook.num_rows, times, share=whole / rows, before=before)
+        late += size * each / whole * expected
     return late
 
 

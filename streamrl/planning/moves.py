@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from streamrl.planning.completion import steps_within
 from streamrl.planning.forecast import Array
 from streamrl.planning.profile import InstanceProfile
-from streamrl.planning.standing import Indices, Prospect, Standing
+from streamrl.planning.standing import Indices, Paces, Prospect, Standing
 
 _MOST_MOVES = 12
 """At a time: what they lead to is better seen than guessed."""
@@ -92,14 +92,14 @@ class _Search:
         self._steps = paces.steps_by(self._time_s)
         self._weigh()
 
-    def _due(self, paces: "object") -> float:
+    def _due(self, paces: Paces) -> float:
         """The time at which so many answers are expected to be late."""
 
         def late(time_s: float) -> float:
-            steps = paces.steps_by(time_s)  # type: ignore[attr-defined]
+            steps = paces.steps_by(time_s)
             return float(self._chance_at(self._everyone, self._instance, self._offset, steps).sum())
 
-        low, high = 0.0, float(paces.times_s[:, -1].max())  # type: ignore[attr-defined]
+        low, high = 0.0, float(paces.times_s[:, -1].max())
         for _ in range(12):
             middle = (low + high) / 2
             if late(middle) > _LATE:
@@ -129,12 +129,10 @@ class _Search:
 
     def _roughly(self, time_s: Array, tokens: Array, held: Array) -> Array:
         """Steps made in a time, by the sums of the work: good for differences. (..., N) each."""
-        steps = np.zeros(np.broadcast_shapes(time_s.shape, tokens.shape))
+        steps: Array = np.zeros(np.broadcast_shapes(time_s.shape, tokens.shape))
         time_s, tokens, held = (np.broadcast_to(values, steps.shape) for values in (time_s, tokens, held))
         for members, profile in self._kinds:
-            steps[..., members] = steps_within(
-                profile, time_s[..., members], tokens[..., members], held[..., members]
-            )
+            steps[..., members] = steps_within(profile, time_s[..., members], tokens[..., members], held[..., members])
         return steps
 
     def best_move(self, allowed: NDArray[np.bool_]) -> Move | None:

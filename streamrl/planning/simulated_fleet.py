@@ -72,18 +72,14 @@ class SimulatedFleet:
 
     def is_idle(self) -> bool:
         """Whether nothing is left."""
-        return not any(self._arriving) and not any(
-            instance.running or instance.waiting for instance in self.instances
-        )
+        return not any(self._arriving) and not any(instance.running or instance.waiting for instance in self.instances)
 
 
 def _endings(index: int, instance: SimulatedInstance, until_s: float) -> list[Ending]:
     return [Ending(sequence.key, index, time_s) for sequence, time_s in instance.advance(until_s)]
 
 
-def makespan_s(
-    shares: Sequence[Sequence[SimulatedSequence]], profiles: Sequence[InstanceProfile]
-) -> float:
+def makespan_s(shares: Sequence[Sequence[SimulatedSequence]], profiles: Sequence[InstanceProfile]) -> float:
     """How long a fleet is busy with what each instance was given, when nothing moves."""
     last = 0.0
     for share, profile in zip(shares, profiles, strict=True):

@@ -41,15 +41,10 @@ class SimulatedSequence:
         return self.prompt_tokens + self.tokens_there
 
 
-def _nothing(_batch_size: int, _seconds: float, _steps: float) -> None: ...
-
-
 class SimulatedInstance:
     """Time and steps go on in `advance` only."""
 
-    def __init__(
-        self, profile: InstanceProfile, on_steps: Callable[[int, float, float], None] | None = None
-    ) -> None:
+    def __init__(self, profile: InstanceProfile, on_steps: Callable[[int, float, float], None] | None = None) -> None:
         """
         Args:
             on_steps: told of (batch size, seconds, number of steps, perhaps broken) whenever steps are made.
@@ -59,6 +54,8 @@ class SimulatedInstance:
         """How far it has come. It may be ahead of what `advance` was asked for, by the prompts that it computes."""
         self.running: dict[Hashable, SimulatedSequence] = {}
         self.waiting: dict[Hashable, SimulatedSequence] = {}
+        self.computed_tokens = 0
+        """Of prompts, and of answers that went on: each computed at once, not in a step."""
         self._steps = 0.0
         """Since the start, the fraction of the one under way included."""
         self._on_steps = on_steps
@@ -132,8 +129,13 @@ class SimulatedInstance:
         while self.running and self.time_s < until_s:
             ended += [(sequence, self.time_s) for sequence in self.step(until_s)]
             self.admit()
-        self.time_s = max(self.time_s, until_s) if until_s < math.inf else self.time_s
+        if until_s < math.inf:
+            self.stand_until(until_s)
         return ended
+
+    def stand_until(self, time_s: float) -> None:
+        """Lets time pass without a step."""
+        self.time_s = max(self.time_s, time_s)
 
     def step(self, until_s: float) -> list[SimulatedSequence]:
         """Goes on to the next event, or to a time if that is earlier; something must run. Admits nothing.
@@ -176,6 +178,7 @@ class SimulatedInstance:
         heapq.heappush(self._queue, (sequence.priority, sequence.order, sequence))
 
     def _start(self, sequence: SimulatedSequence) -> None:
+        self.computed_tokens += sequence.held_tokens
         self.time_s += sequence.held_tokens * self.profile.prefill_token_s
         sequence.running = True
         sequence._admission = next(self._order)

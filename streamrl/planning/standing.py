@@ -118,7 +118,9 @@ class Paces:
 
     def steps_by(self, time_s: float | Array) -> Array:
         """(instances,) steps made by a time, one for all or one each."""
-        times = np.broadcast_to(time_s, (len(self.times_s),))
-        return np.array(
-            [np.interp(time, row, self.levels) for time, row in zip(times.tolist(), self.times_s, strict=True)]
-        )
+        times = np.broadcast_to(np.asarray(time_s), (len(self.times_s),))[:, None]
+        above = np.clip((self.times_s <= times).sum(axis=1), 1, len(self.levels) - 1)
+        rows = np.arange(len(above))
+        low, high = self.times_s[rows, above - 1], self.times_s[rows, above]
+        share = np.clip((times[:, 0] - low) / np.maximum(high - low, 1e-12), 0.0, 1.0)
+        return np.asarray(self.levels[above - 1] + share * (self.levels[above] - self.levels[above - 1]))
