@@ -27,9 +27,11 @@ PREFILL_TOKEN_S = 31e-6
 LENGTH_P50, LENGTH_P90 = 3241.0, 13063.0
 
 _DENSITY = np.array(
-    [19.7, 26.6, 19.1, 18.3, 12.2, 9.7, 8.4, 4.8, 5.3, 3.4, 2.5, 3.6, 2.5, 0.9, 1.1]
-    + [0.7, 1.1, 0.5, 2.1, 1.3, 1.3, 3.1, 1.0, 1.1, 1.2, 1.7, 1.3, 1.7, 1.0, 1.4]
-)
+    [
+        19.7, 26.6, 19.1, 18.3, 12.2, 9.7, 8.4, 4.8, 5.3, 3.4, 2.5, 3.6, 2.5, 0.9, 1.1,
+        0.7, 1.1, 0.5, 2.1, 1.3, 1.3, 3.1, 1.0, 1.1, 1.2, 1.7, 1.3, 1.7, 1.0, 1.4,
+    ]
+)  # fmt: skip
 _EDGES = np.linspace(847, 19950, len(_DENSITY) + 1)
 _SHARES = _DENSITY / _DENSITY.sum()
 
@@ -69,8 +71,8 @@ def log_normal_error(lengths: NDArray[np.int64], generator: np.random.Generator)
 
 
 def overlooked_tail(lengths: NDArray[np.int64], generator: np.random.Generator) -> tuple[Array, LengthForecast]:
-    """Estimates that are right, but for 13 % of the longest fifth, which are estimated at the median. The forecast is that
-    of a ranker which knows, for each tenth of its estimates, how often they turn out to be of the longest fifth."""
+    """Estimates that are right, but for 13 % of the longest fifth, which are estimated at the median. The forecast is
+    that of a ranker which knows, for each tenth of its estimates, how often they are of the longest fifth after all."""
     order = np.argsort(-lengths, kind="stable")
     longest = order[: len(lengths) // 5]
     overlooked = generator.permutation(longest)[: round(OVERLOOKED * len(longest))]

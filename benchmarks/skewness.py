@@ -1,10 +1,10 @@
 """Dispatch policies on the paper's lengths and latencies: makespan of a batch over that of random FIFO.
 
 A cell is a fleet and a batch; a seed draws lengths, estimates and the random deal, the same for all policies. What is
-gained is told as g = (1 - ratio) / (1 - bound): the ratio is the makespan over random FIFO's, the bound the larger of the
-longest answer alone and all work at full batches on all instances, over the same. Cells where 1 - bound is under 0.05
-are left out. The simulated instances are those of generator_svc's fake engine. The batch limit stands for the KV cache,
-as in the paper's Eq 2; prompts are free, tokens that are computed again after a move are not.
+gained is told as g = (1 - ratio) / (1 - bound): the ratio is the makespan over random FIFO's, the bound the larger of
+the longest answer alone and all work at full batches on all instances, over the same. Cells where 1 - bound is under
+0.05 are left out. The simulated instances are those of generator_svc's fake engine. The batch limit stands for the KV
+cache, as in the paper's Eq 2; prompts are free, tokens that are computed again after a move are not.
 
 Ours (`makespan`) dispatches once, and then looks at the progress a few times and moves work.
 """
@@ -232,7 +232,7 @@ def _standing(fleet: SimulatedFleet, forecast: LengthForecast, expected: Array) 
 def _compare(
     setup: Setup, rows: Sequence[Makespans], estimate: str, policy: str
 ) -> tuple[Cell, float | None, list[str]]:
-    """One policy in one cell: the mean ratio, g where there is room, and whom it is worse than by two standard errors."""
+    """One policy in one cell: its mean ratio, g where there is room, and what it is worse than by 2 standard errors."""
     makespans = np.array([row[estimate, policy] for row in rows])
     random = np.array([row["", "random_fifo"] for row in rows])
     bound = np.array([row["", "bound"] for row in rows])

@@ -1,7 +1,7 @@
 """How fast each instance is, from the steps of its running engine, as heartbeats report them. Pure state.
 
 Profiles are for planning: instances that are about equally fast share one, so that noise of measurement makes no
-difference between them. What it leaves out: the cost of held context and of prompts, which heartbeats do not tell apart.
+difference between them. What it leaves out: the cost of held context and of prompts, which heartbeats do not tell.
 """
 
 from collections.abc import Iterable, Sequence
@@ -52,8 +52,8 @@ class ObservedLatency:
 
 
 def fleet_profiles(lives: Sequence["Life"]) -> dict[str, InstanceProfile]:
-    """The profile of each instance, by name. One that nothing is known of is taken to be like the first of its size; where
-    none is, it is left out."""
+    """The profile of each instance, by name. One that nothing is known of is taken to be like the first of its size;
+    where none is, it is left out."""
     by_size: dict[tuple[int, int], list[InstanceProfile]] = {}
     found: dict[str, InstanceProfile] = {}
     for life in lives:

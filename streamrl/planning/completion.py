@@ -5,8 +5,8 @@ So what counts is the work that goes along: in a time T an instance with W expec
 
     n * PTL(W / n) + (cost of a held token) * (tokens held, summed over the steps) = T,
 
-and W / n is its mean batch. Answers of more than n tokens are late. Their expected number is what plans weigh: with L of
-them over a fleet, everything is done by T with a probability of about exp(-L).
+and W / n is its mean batch. Answers of more than n tokens are late. Their expected number is what plans weigh: with L
+of them over a fleet, everything is done by T with a probability of about exp(-L).
 """
 
 from dataclasses import dataclass
@@ -52,8 +52,8 @@ def steps_within(profile: InstanceProfile, time_s: Array | float, tokens: Array 
 class Outlook:
     """Prompts in one order, of which stretches are given to instances: sums over a stretch are differences.
 
-    Stretches go from row to row; a row is a prompt, or of very many some that follow each other. Arguments may be arrays
-    of one shape, or what becomes one.
+    Stretches go from row to row; a row is a prompt, or of very many some that follow each other. Arguments may be
+    arrays of one shape, or what becomes one.
     """
 
     def __init__(self, work: Work, remaining: Remaining, order: NDArray[np.int64]) -> None:
@@ -80,8 +80,8 @@ class Outlook:
         return np.asarray(self._samples[end] - self._samples[start])
 
     def places(self, profile: InstanceProfile, start: Rows | int, end: Rows | int) -> Array:
-        """How many answers of a stretch an instance runs at once: as it is set, or as many as its cache holds of them on
-        average."""
+        """How many answers of a stretch an instance runs at once: as it is set, or as many as its cache holds of them
+        on average."""
         tokens, held = self._tokens[end] - self._tokens[start], self._held[end] - self._held[start]
         in_cache = profile.kv_cache_tokens * (tokens / np.maximum(held, 1e-9))
         return np.asarray(np.clip(np.where(held > 0, in_cache, np.inf), 1.0, profile.max_running))
@@ -120,8 +120,8 @@ class Outlook:
         return np.where(steps * batch_limit < tokens, np.inf, late * share)
 
     def _late_of_queue(self, start: Rows, placed: Rows, end: Rows, steps: Array, places: Array) -> Array:
-        """Those beyond the first batch start when the work ahead is done: all of what started a full batch earlier, half
-        of that batch."""
+        """Those beyond the first batch start when the work ahead is done: all of what started a full batch earlier,
+        half of that batch."""
         late = np.zeros(np.broadcast_shapes(placed.shape, end.shape, steps.shape))
         for part in range(_QUEUE_PARTS):
             first = placed + (end - placed) * part // _QUEUE_PARTS

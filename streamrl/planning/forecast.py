@@ -20,7 +20,7 @@ a batch is over."""
 _TABLE_COLUMNS = 256
 
 _OVERDUE = 0.05
-"""An answer that is longer than its forecast held possible goes on for this share of its length, as far as one knows."""
+"""An answer that is longer than its forecast held possible goes on for this share of its length, for all one knows."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Remaining:
 class LengthForecast:
     """Distributions of the lengths of n answers."""
 
-    def __init__(self, lengths: Array, levels: Sequence[float] = LEVELS) -> None:
+    def __init__(self, lengths: Array, levels: Sequence[float] | Array = LEVELS) -> None:
         """
         Args:
             lengths: (n, number of levels); row i ascends; its entry j is what answer i does not exceed with a
@@ -102,7 +102,7 @@ class LengthForecast:
     @cached_property
     def table(self) -> NDArray[np.float32]:
         """(n, columns) `survival` at multiples of `column_tokens`, the last beyond everything."""
-        return self.survival(np.arange(_TABLE_COLUMNS) * self.column_tokens).astype(np.float32)
+        return self.survival(np.arange(_TABLE_COLUMNS, dtype=np.float64) * self.column_tokens).astype(np.float32)
 
     def chance(self, answers: NDArray[np.int64], tokens: Array) -> Array:
         """The same from the table: nearly as good, and fast for many.

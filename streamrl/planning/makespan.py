@@ -3,11 +3,11 @@
 Prompts are sorted by length and the sorted list is cut: the longest few go to instances of their own, where small
 batches are fast, and each next instance takes as long a stretch as it can finish in the same time. As soon as what is
 left could be dealt to all instances that are left, it is dealt, the longest first. Lengths are uncertain, so a time
-counts as kept when hardly any answer is expected to be late; how hardly is tried out, and the plan of the least expected
+counts as kept when few answers are expected to be late; how few is tried out, and the plan of the least expected
 makespan is taken. Dealing everything, the longest first, is one of these plans, and stays unless cuts promise more.
 
-Unlike the paper's Algorithm 2 it weighs the work that goes along with a long answer, cuts as often as pays, and does not
-cut where that costs more than it brings. What it leaves out: that work can move later (streamrl/planning/moves.py).
+Unlike the paper's Algorithm 2 it weighs the work that goes along with a long answer, cuts as often as pays, and does
+not cut where that costs more than it brings. What it leaves out: that work can move later (moves.py).
 """
 
 import heapq
@@ -109,9 +109,8 @@ def plan_makespan(work: Work, members: Sequence[FleetMember]) -> MakespanPlan:
 def expected_makespan_s(outlook: Outlook, sets: Sequence[_Set], cuts: Cuts) -> float:
     """The integral, over time, of the probability that something is late."""
     rest = cuts[-1][1] if cuts else 0
-    starts, ends = (
-        (np.array(bounds, dtype=np.int64)[:, None] for bounds in zip(*cuts, strict=True)) if cuts else ((), ())
-    )
+    starts = np.array([start for start, _ in cuts], dtype=np.int64)[:, None]
+    ends = np.array([end for _, end in cuts], dtype=np.int64)[:, None]
 
     def probability(times: Array) -> Array:
         late = np.zeros(len(times))
@@ -156,7 +155,7 @@ def _lanes(index: int) -> range:
 
 
 def _try(outlook: Outlook, sets: Sequence[_Set], times: Array, late: Array) -> list[Cuts | None]:
-    """For each time, with the late answers an instance that are allowed: the cuts that keep it; None: it takes longer."""
+    """For each time, with the late answers an instance that it allows: the cuts that keep it; None: it takes longer."""
     cuts: list[Cuts | None] = [[] for _ in times]
     lanes = np.arange(len(times))
     start = np.zeros(len(times), dtype=np.int64)
@@ -205,7 +204,7 @@ def _longest_stretches(
     while True:
         end = end + step * fit(end[:, None] + step[:, None] * np.arange(1, _FINE)) * (width > 0)
         if (step == 1).all():
-            return np.minimum(end, num_rows)
+            return np.asarray(np.minimum(end, num_rows))
         step = np.maximum(step // _FINE, 1)
 
 

@@ -1,10 +1,10 @@
 """Work that moves: who should give what to whom, from the progress that is observed. Pure.
 
 Estimates go wrong, and instances that were to end together do not. The rule asks when the fleet will be done, and how
-many answers each instance is expected to be late with by then. It then takes, one after the other, the moves that lower
-the expected number of late answers: a waiting one to where it can start sooner, a running one to where steps are shorter,
-or away from one that must not be held up. What a move costs, the transfer and the tokens that are computed again while
-others stand still, is part of the estimate.
+many answers each instance is expected to be late with by then. It then takes, one after the other, the moves that
+lower the expected number of late answers: a waiting one to where it can start sooner, a running one to where steps are
+shorter, or away from one that must not be held up. What a move costs, the transfer and the tokens that are computed
+again while others stand still, is part of the estimate.
 """
 
 from collections.abc import Sequence
@@ -115,8 +115,8 @@ class _Search:
     def _weigh(self) -> None:
         """Brings up to date what candidates are compared by."""
         size, instance = len(self._profiles), self._instance
-        self._tokens = np.bincount(instance, self._prospect.mean, size)
-        self._held = np.bincount(instance, self._prospect.held, size)
+        self._tokens: Array = np.bincount(instance, self._prospect.mean, size).astype(np.float64)
+        self._held: Array = np.bincount(instance, self._prospect.held, size).astype(np.float64)
         self._count = np.bincount(instance, minlength=size)
         # With a few per cent fewer steps, or more: how much others suffer from one that comes, and gain when one goes.
         now = (self._steps[instance] - self._offset)[:, None]
@@ -196,7 +196,7 @@ class _Search:
         beside = beside[np.argsort(self._prospect.mean[beside])]
         half = _MOST_CANDIDATES // 2
         chosen = np.unique(np.concatenate([likely, beside[:half], beside[-half:]]))
-        return chosen[allowed[chosen]]
+        return np.asarray(chosen[allowed[chosen]])
 
 
 def _kinds(profiles: Sequence[InstanceProfile]) -> list[tuple[Indices, InstanceProfile]]:

@@ -26,8 +26,8 @@ class SimulatedFleet:
     def __init__(self, profiles: Sequence[InstanceProfile], *, transfer_s: float = 0.0) -> None:
         """
         Args:
-            transfer_s: from the moment in which a sequence is taken from an instance to the one in which another has it.
-                What the other computes again of its tokens comes on top, by its profile.
+            transfer_s: from the moment in which a sequence is taken from an instance to when another has it. What the
+                other computes again of its tokens comes on top, by its profile.
         """
         self.instances = [SimulatedInstance(profile) for profile in profiles]
         self.transfer_s = transfer_s

@@ -3,7 +3,7 @@
 Sequences are admitted by priority into a bounded number of places and a bounded cache; each step gives every running
 one a token and takes as long as the profile says for that many sequences and the tokens that they hold. When the cache
 is full the sequence of the last priority goes back to wait and its tokens are computed again, as vLLM does. Whoever
-drives it decides what time is: generator_svc's fake engine plays it by the clock, the fleet simulation as fast as it can.
+drives it decides what time is: generator_svc's fake engine plays it by the clock, simulated_fleet.py as fast as it can.
 What it leaves out: prompts that are shared between sequences, and steps that mix a prompt with running sequences.
 """
 

@@ -7,8 +7,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import hypothesis
-import hypothesis.strategies as st
 import pytest
 import torch
 
@@ -249,6 +247,4 @@ def test_it_takes_as_long_as_the_fleet_simulation_says(play: Callable[..., None]
         found_s = sum(latency_s * num_steps for _, latency_s, num_steps in engine.step_latencies())
         assert found_s == pytest.approx(busy_s, rel=0.02)
 
-    play(
-        scenario, step_ms=step_ms, held_token_ms=0.01, prefill_token_ms=1.0, kv_cache_tokens=kv_cache_tokens
-    )
+    play(scenario, step_ms=step_ms, held_token_ms=0.01, prefill_token_ms=1.0, kv_cache_tokens=kv_cache_tokens)

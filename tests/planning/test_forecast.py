@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from streamrl.planning.forecast import LengthForecast
 
 _LEVELS = (0.0, 0.25, 0.5, 0.9, 1.0)
-_FORECASTS = st.lists(
-    st.lists(st.floats(1, 1000), min_size=5, max_size=5).map(sorted), min_size=1, max_size=5
-).map(lambda rows: LengthForecast(np.array(rows), _LEVELS))
+_FORECASTS = st.lists(st.lists(st.floats(1, 1000), min_size=5, max_size=5).map(sorted), min_size=1, max_size=5).map(
+    lambda rows: LengthForecast(np.array(rows), _LEVELS)
+)
 
 
 @given(_FORECASTS, st.floats(0, 1200))

@@ -1,4 +1,4 @@
-"""Plans for the least expected makespan: whole, deterministic, as good as they promise, and never worse than dealing."""
+"""Plans for the least expected makespan: whole, and as good as they promise."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,9 @@ def work_of(forecast: LengthForecast, num_samples: int = 1) -> Work:
 
 
 def played_s(shares: list[list[int]], lengths: np.ndarray, profiles: list[InstanceProfile]) -> float:
-    sequences = [[SimulatedSequence(index, int(lengths[index]), -lengths[index]) for index in share] for share in shares]
+    sequences = [
+        [SimulatedSequence(index, int(lengths[index]), -lengths[index]) for index in share] for share in shares
+    ]
     return makespan_s(sequences, profiles)
 
 
