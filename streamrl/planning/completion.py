@@ -76,6 +76,11 @@ class Outlook:
         self._longer = np.concatenate([np.zeros((1, longer.shape[1])), longer])
         self._column_tokens = middles.column_tokens
 
+    @property
+    def total_tokens(self) -> float:
+        """Expected of all."""
+        return float(self._tokens[-1])
+
     def num_samples(self, start: Rows | int, end: Rows | int) -> Array:
         return np.asarray(self._samples[end] - self._samples[start])
 

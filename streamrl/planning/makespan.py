@@ -123,8 +123,9 @@ def expected_makespan_s(outlook: Outlook, sets: Sequence[_Set], cuts: Cuts) -> f
             late += _late_rest(outlook, sets[len(cuts) :], np.array(rest), times)
         return 1 - np.exp(-late)
 
-    # Ten decades in coarse steps, then finely where it falls from 1 to 0.
-    times = np.geomspace(1e-3, 1e7, 93)
+    # From what all work takes at full batches on, in coarse steps, then finely where the probability falls from 1 to 0.
+    work_s = (outlook.total_tokens + sum(part.size * part.before for part in sets)) / sum(part.rate for part in sets)
+    times = max(work_s, 1e-9) * np.geomspace(0.5, 1e8, 100)
     chance = probability(times)
     low = times[max(int((chance > 0.999).sum()) - 1, 0)]
     high = times[min(int((chance > 1e-3).sum()), len(times) - 1)]
