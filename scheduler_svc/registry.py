@@ -6,6 +6,7 @@ life owns is kept here; what happens to it afterwards is the ledger's decision.
 """
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from scheduler_svc.batches import Sample
@@ -47,6 +48,10 @@ class Life:
     """Expected tokens of `samples`."""
     revokes: dict[SampleKey, None] = field(default_factory=dict)
     """What it is asked to give back and has not answered."""
+    moves: dict[SampleKey, None] = field(default_factory=dict)
+    """What it is asked to give back if it has not begun, and has not answered."""
+    begun: set[SampleKey] = field(default_factory=set)
+    """What it would not give back so."""
     latency: ObservedLatency = field(default_factory=ObservedLatency)
     """How long its steps take."""
     has_news: bool = False
@@ -60,6 +65,12 @@ class Life:
     def ends_at(self) -> float:
         """When it is given up unless it is heard of. After an orderly stop rollouts may be on their way for a lease."""
         return self.heard_at + 2 * self.lease_s if self.stopped_at is None else self.stopped_at + self.lease_s
+
+    @property
+    def room(self) -> int:
+        """Samples that it could begin at once. Those that were finished and are not accepted yet count as running, so
+        that it is never taken to have more room than it has."""
+        return max(0, self.request.max_running - len(self.samples))
 
     @property
     def state(self) -> InstanceState.ValueType:
@@ -82,11 +93,17 @@ class Life:
             self.revokes[key] = None
             self.has_news = True
 
+    def ask_for_unstarted(self, keys: Iterable[SampleKey]) -> None:
+        """Asks it to give samples back that it has not begun."""
+        self.moves.update(dict.fromkeys(keys))
+        self.has_news = True
+
     def end(self) -> None:
         """Its lease is over for good."""
         assert not self.samples, f"{self} ends and still owns {len(self.samples)} samples"
         self.ended = True
         self.revokes.clear()
+        self.moves.clear()
         self.has_news = True
 
     def runs(self) -> bool:
