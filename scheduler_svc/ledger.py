@@ -194,7 +194,8 @@ class Ledger:
             life.revokes.pop(key, None)
             if key in life.moves:
                 del life.moves[key]
-                life.begun.add(key)
+                if key in life.samples:
+                    life.begun.add(key)
         life.hear(request, now)
 
     def answer(self, instance: str, incarnation: int) -> HeartbeatResponse:

@@ -179,6 +179,7 @@ class SampleBook:
         life = sample.owner
         assert life is not None
         del life.samples[sample.key]
+        life.begun.discard(sample.key)
         life.outstanding_tokens -= sample.expected_tokens
         batch.outstanding_at[life.name] -= 1
         sample.owner = None
