@@ -91,7 +91,9 @@ def plan_makespan(work: Work, members: Sequence[FleetMember]) -> MakespanPlan:
         return MakespanPlan([[] for _ in members], 0.0, 0)
     nothing = np.zeros(len(work.forecast))
     remaining = work.forecast.remaining(nothing, work.prompt_tokens, exceeded_with=_RISK)
-    order = np.lexsort((np.arange(len(work.forecast)), -remaining.mean, -remaining.risk))
+    # Of equal risk in the order of the batch, which is a random one: what is alike in other ways may be wrong in the same
+    # way, and would be together on one instance.
+    order = np.argsort(-remaining.risk, kind="stable")
     outlook, sets = Outlook(work, remaining, order), _sets(members)
     uncut: Cuts = []
     best, best_s = uncut, expected_makespan_s(outlook, sets, uncut)

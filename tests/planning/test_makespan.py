@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.paper_workload import TOKEN_LATENCY, draw_lengths, log_normal_error
+from benchmarks.paper_workload import TOKEN_LATENCY, draw_lengths, log_normal_error, overlooked_tail
 from streamrl.planning.completion import Work, steps_within
 from streamrl.planning.forecast import LengthForecast
 from streamrl.planning.makespan import FleetMember, plan_makespan
@@ -93,3 +93,15 @@ def test_steps_solve_their_equation(time_s: float, tokens: float, held: float) -
         mean_batch = np.array(max(tokens / steps, 1.0))
         again_s = steps * float(TOKEN_LATENCY.of_means(mean_batch)) + 1e-9 * held
         assert again_s == pytest.approx(time_s, rel=0.05)
+
+
+def test_answers_that_may_be_wrong_in_the_same_way_are_not_put_together() -> None:
+    generator = np.random.default_rng(4)
+    lengths = draw_lengths(2048, generator)
+    estimates, forecast = overlooked_tail(lengths, generator)
+    profile = InstanceProfile(TOKEN_LATENCY, 256, held_token_s=2e-8)
+    plan = plan_makespan(work_of(forecast), [FleetMember(profile)] * 16)
+    wrong, doubtful = lengths > estimates, forecast.lengths[:, -1] > estimates
+    for share in plan.shares:
+        if doubtful[share].sum() >= 20:
+            assert wrong[share].sum() < 0.5 * doubtful[share].sum()
