@@ -91,8 +91,8 @@ def plan_makespan(work: Work, members: Sequence[FleetMember]) -> MakespanPlan:
         return MakespanPlan([[] for _ in members], 0.0, 0)
     nothing = np.zeros(len(work.forecast))
     remaining = work.forecast.remaining(nothing, work.prompt_tokens, exceeded_with=_RISK)
-    # Of equal risk in the order of the batch, which is a random one: what is alike in other ways may be wrong in the same
-    # way, and would be together on one instance.
+    # Of equal risk in the order of the batch, which is a random one: what is alike in other ways may be wrong in the
+    # same way, and would be together on one instance.
     order = np.argsort(-remaining.risk, kind="stable")
     outlook, sets = Outlook(work, remaining, order), _sets(members)
     uncut: Cuts = []
