@@ -1,5 +1,7 @@
 """The folder of a run."""
 
+import errno
+import json
 import os
 from pathlib import Path
 
@@ -151,3 +153,117 @@ def test_something_else_in_the_place_of_the_newest_is_told_before(tmp_path: Path
     (tmp_path / "latest").mkdir()
     with pytest.raises(ValueError, match="in the place of the link to the newest run"):
         RunFolder(tmp_path / "a").check_usable()
+
+
+@pytest.mark.parametrize("place", ["settings", "lineage", "checkpoint"])
+def test_an_attempt_that_anything_in_the_folder_names_has_been(tmp_path: Path, place: str) -> None:
+    folder = _create(tmp_path, "a")
+    for _ in range(3):
+        folder.begin_attempt()
+    folder.attempt.unlink()
+    assert folder.last_attempt() == 0
+    if place == "settings":
+        folder.settings.write_text(json.dumps({"run": {"attempt": 4}}))
+    elif place == "lineage":
+        (folder.path / "lineage.json").write_text(json.dumps({"1": {}, "4": {}, "x": {}}))
+        folder.settings.write_text("[]")
+    else:
+        (folder.path / "checkpoints" / "attempt-0004-iteration-000010").mkdir(parents=True)
+        (folder.path / "checkpoints" / "attempt-0009-iteration-000010.unfinished").mkdir()
+    assert folder.last_attempt() == 4
+    folder.attempt.write_text('{"attempt": 1}')
+    assert folder.begin_attempt() == 5
+
+
+@pytest.mark.parametrize(
+    ("content", "came"),
+    [
+        ("", "an empty file"),
+        ("null", "got null"),
+        ("[1]", "got a list"),
+        ("7", "got a number"),
+        ('{"attempt": null}', "got None"),
+        ('{"attempt": "x"}', "got 'x'"),
+        ("{", "line 1, column 2"),
+    ],
+)
+def test_damage_is_told_with_what_was_expected_what_came_and_what_to_do(
+    tmp_path: Path, content: str, came: str
+) -> None:
+    folder = _create(tmp_path, "a")
+    folder.attempt.write_text(content)
+    with pytest.raises(ValueError, match=r"attempt\.json is damaged: expected .*got .*\. Delete it: ") as caught:
+        folder.last_attempt()
+    assert came in str(caught.value)
+
+
+def test_damaged_settings_are_told_by_their_section(tmp_path: Path) -> None:
+    folder = _create(tmp_path, "a")
+    folder.settings.write_text('{"run": null}')
+    with pytest.raises(ValueError, match=r"expected a JSON object as section run, got None\. Restore it"):
+        folder.read_settings()
+    folder.settings.unlink()
+    with pytest.raises(ValueError, match=r"has no settings\.json\. Restore it"):
+        folder.read_settings()
+
+
+def test_a_folder_without_its_record_is_told_what_is_missing(tmp_path: Path) -> None:
+    folder = _create(tmp_path, "a")
+    folder.record.unlink()
+    for name, runs in (("a", tmp_path), (str(folder.path), tmp_path / "elsewhere")):
+        with pytest.raises(ValueError, match=r"a holds no run: run\.json is missing\. Restore it"):
+            find_run(name, runs)
+    with pytest.raises(ValueError, match=r"holds what is left of a run, but no run\.json"):
+        folder.check_usable()
+
+
+def test_a_folder_whose_lock_cannot_be_opened_is_refused_by_name(tmp_path: Path) -> None:
+    folder = _create(tmp_path, "a")
+    (folder.path / "lock").mkdir()
+    with pytest.raises(ValueError, match=rf"^run\.dir is {tmp_path}, where no run can be: .*lock$"), folder.lock():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("summary", "completed"),
+    [('{"status": "completed"}', True), ('{"status": "stopped"}', False), ("{", False), (None, False)],
+)
+def test_a_run_is_completed_when_its_summary_says_so(tmp_path: Path, summary: str | None, completed: bool) -> None:
+    folder = _create(tmp_path, "a")
+    if summary is not None:
+        folder.summary.write_text(summary)
+    assert folder.is_completed() == completed
+
+
+def test_the_end_of_a_run_is_written_also_where_no_other_file_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = _create(tmp_path, "a")
+    before = folder.record.read_text()
+    ended = _record("a").ended("failed", "2026-11-29T12:01:00+00:00", {"kind": "StorageError", "message": "full"})
+
+    def full(*_arguments: object, **_options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("streamrl.run_folder.replace_file", full)
+    folder.write_end(ended)
+    assert folder.read_record() == ended
+    # And one that is too long for that leaves the old one whole.
+    folder.record.write_text(before)
+    with pytest.raises(OSError, match="No space left"):
+        folder.write_end(ended.model_copy(update={"config": "x" * 100_000}))
+    assert folder.record.read_text() == before
+
+
+def test_a_run_whose_folder_could_not_be_made_leaves_its_id_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_arguments: object, **_options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    folder = RunFolder(tmp_path / "a")
+    with monkeypatch.context() as broken:
+        broken.setattr("streamrl.run_folder.write_private", full)
+        with pytest.raises(ValueError, match="where no run can be: No space left on device"):
+            folder.create(_record("a"), "{}")
+    folder.check_usable()
