@@ -68,8 +68,6 @@ class Batch:
     length_p50: float | None = None
     """Of recent answers, for the paper's policies; None: of these pieces."""
     length_p90: float | None = None
-    alpha: float = 0.2
-    """The paper's share of answers that is the long tail."""
     seed: int = 0
 
 
@@ -205,7 +203,6 @@ def _by_skewness(objective: Objective) -> Deal:
             max_batch=max(1, round(first.max_running * len(pieces) / sum(len(piece.samples) for piece in pieces))),
             length_p50=batch.length_p50 or float(np.quantile(lengths, 0.5)),
             length_p90=batch.length_p90 or float(np.quantile(lengths, 0.9)),
-            alpha=batch.alpha,
             objective=objective,
         )
         return [[pieces[index] for index in share] for share in found.instances]

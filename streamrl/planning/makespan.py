@@ -55,8 +55,6 @@ class MakespanPlan:
     """For each instance the indices of its prompts, the longest first."""
     expected_s: float
     """Expected makespan, when nothing moves."""
-    num_cut: int
-    """Instances that have a stretch of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +86,7 @@ def plan_makespan(work: Work, members: Sequence[FleetMember]) -> MakespanPlan:
         members: one or more.
     """
     if not len(work.forecast):
-        return MakespanPlan([[] for _ in members], 0.0, 0)
+        return MakespanPlan([[] for _ in members], 0.0)
     nothing = np.zeros(len(work.forecast))
     remaining = work.forecast.remaining(nothing, work.prompt_tokens, exceeded_with=_RISK)
     # Of equal risk in the order of the batch, which is a random one: what is alike in other ways may be wrong in the
@@ -104,8 +102,7 @@ def plan_makespan(work: Work, members: Sequence[FleetMember]) -> MakespanPlan:
             if expected_s < min(best_s, promised):
                 best, best_s = cuts, expected_s
     tokens = work.num_samples * remaining.mean
-    num_cut = sum(part.size for part, _ in zip(sets, best, strict=False))
-    return MakespanPlan(_deal(best, sets, order, outlook.stride, tokens, members), best_s, num_cut)
+    return MakespanPlan(_deal(best, sets, order, outlook.stride, tokens, members), best_s)
 
 
 def expected_makespan_s(outlook: Outlook, sets: Sequence[_Set], cuts: Cuts) -> float:

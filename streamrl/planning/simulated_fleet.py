@@ -42,7 +42,7 @@ class SimulatedFleet:
         for sequence in sequences:
             self.instances[instance].submit(sequence)
 
-    def move(self, key: Hashable, source: int, target: int, priority: float | None = None) -> bool:
+    def move(self, key: Hashable, source: int, target: int) -> bool:
         """Takes a sequence from one instance to another, where it goes on with the tokens that it has.
 
         Returns:
@@ -51,8 +51,6 @@ class SimulatedFleet:
         sequence = self.instances[source].withdraw(key)
         if sequence is None:
             return False
-        if priority is not None:
-            sequence.priority = priority
         self.moved += 1
         self.moved_tokens += sequence.tokens_there
         heapq.heappush(self._arriving[target], (self.time_s + self.transfer_s, self.moved, sequence))
