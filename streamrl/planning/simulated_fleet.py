@@ -93,18 +93,18 @@ Mover = Callable[[SimulatedFleet], None]
 """Looks at a fleet and moves what it wants to."""
 
 
-def run(fleet: SimulatedFleet, mover: Mover, interval_s: float) -> float:
+def run(fleet: SimulatedFleet, mover: Mover, pause_s: Callable[[float], float]) -> float:
     """Goes on until nothing is left.
 
     Args:
-        interval_s: how often the mover looks.
+        pause_s: from a time to how long after it the mover looks next.
 
     Returns:
         When the last sequence ended.
     """
     last_s = 0.0
     while not fleet.is_idle():
-        endings = fleet.advance(fleet.time_s + interval_s)
+        endings = fleet.advance(fleet.time_s + pause_s(fleet.time_s))
         last_s = max((ending.time_s for ending in endings), default=last_s)
         mover(fleet)
     return last_s

@@ -108,4 +108,4 @@ def test_a_fleet_is_busy_as_long_as_its_last_instance() -> None:
     fleet = SimulatedFleet(profiles)
     for instance, share in enumerate(shares()):
         fleet.submit(instance, share)
-    assert run(fleet, lambda fleet: None, 7.0) == pytest.approx(35.0)
+    assert run(fleet, lambda fleet: None, lambda now_s: 7.0) == pytest.approx(35.0)
