@@ -8,7 +8,9 @@ from pathlib import Path
 from benchmarks.result import Result
 
 NAMES = sorted(
-    path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in ("__init__", "__main__", "result")
+    path.stem
+    for path in Path(__file__).parent.glob("*.py")
+    if path.stem not in ("__init__", "__main__", "result", "paper_workload")
 )
 
 

@@ -1,20 +1,19 @@
 """An engine without a model: continuous batching in simulated time, made-up answers, real weight fetches.
 
 It stands in for vLLM where everything but inference is tested or measured. What it keeps true: sequences are admitted
-by priority into a bounded number of places; each step gives every running sequence one token and takes as long as the
-latency profile says for that many; switches interrupt and continue; every token knows its version. What it leaves out:
-the cost of prompts and of recomputed caches, and any limit of the cache.
+by priority into a bounded number of places and a bounded cache; each step gives every running sequence one token and
+takes as long as the profile says; switches interrupt and continue; every token knows its version. How time goes on is
+streamrl/planning/simulated_instance.py, which fleets are simulated with as well. What it leaves out: the cost of caches
+that are recomputed after a switch.
 """
 
 import asyncio
-import heapq
-import itertools
 import json
 import math
 import random
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from generator_svc.engine import GenerationRequest, GenerationResult, SwitchReport
@@ -22,6 +21,8 @@ from generator_svc.prefetcher import Prefetcher
 from generator_svc.step_latencies import StepLatencies
 from generator_svc.weight_fetcher import FetchedVersion, WeightSource
 from streamrl.errors import EngineDiedError
+from streamrl.planning.profile import InstanceProfile, TokenLatency
+from streamrl.planning.simulated_instance import SimulatedInstance, SimulatedSequence
 from streamrl.v1.weights_pb2 import VersionManifest
 
 AnswerLength = Callable[[GenerationRequest], int]
@@ -33,36 +34,16 @@ def log_normal_length(request: GenerationRequest) -> int:
     return max(1, round(random.Random(request.seed).lognormvariate(math.log(24), 0.9)))
 
 
-class LatencyProfile:
-    """Seconds a step by number of running sequences: linear between the given points, constant outside."""
-
-    def __init__(self, step_ms: Mapping[int, float]) -> None:
-        points = sorted(step_ms.items())
-        self._sizes = [size for size, _ in points]
-        self._seconds = [milliseconds / 1000 for _, milliseconds in points]
-
-    def __call__(self, batch_size: int) -> float:
-        right = bisect_left(self._sizes, batch_size)
-        if right == 0:
-            return self._seconds[0]
-        if right == len(self._sizes):
-            return self._seconds[-1]
-        left = right - 1
-        share = (batch_size - self._sizes[left]) / (self._sizes[right] - self._sizes[left])
-        return self._seconds[left] + share * (self._seconds[right] - self._seconds[left])
-
-
-class _Sequence:
+@dataclass(eq=False)
+class _Answer:
     """A request inside the engine."""
 
-    def __init__(self, request: GenerationRequest, num_tokens: int, answer: "asyncio.Future[GenerationResult]") -> None:
-        self.request = request
-        self.num_tokens = num_tokens
-        self.answer = answer
-        self.first_step = 0
-        self.started_s = 0.0
-        self.versions: list[tuple[int, int]] = []
-        """(weight version, tokens there when it began)."""
+    request: GenerationRequest
+    sequence: SimulatedSequence
+    result: "asyncio.Future[GenerationResult]"
+    started_s: float = 0.0
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """(weight version, tokens there when it began)."""
 
 
 class FakeEngine:
@@ -77,57 +58,68 @@ class FakeEngine:
         answer_length: AnswerLength = log_normal_length,
         load_s: float = 0.02,
         kv_cache_tokens: int = 2**20,
+        held_token_ms: float = 0.0,
+        prefill_token_ms: float = 0.0,
         speed: float = 1.0,
     ) -> None:
         """
         Args:
             step_ms: the latency profile, by number of running sequences.
             load_s: simulated seconds that a switch stands still.
+            held_token_ms: what each token in the cache adds to a step.
+            prefill_token_ms: what each token of a prompt takes when its answer begins.
             speed: simulated seconds in a real one.
         """
         self.max_running = max_running
         self.kv_cache_tokens = kv_cache_tokens
-        self._profile = LatencyProfile(step_ms)
+        self._latencies = StepLatencies()
+        self._instance = SimulatedInstance(
+            InstanceProfile(
+                TokenLatency({size: milliseconds / 1000 for size, milliseconds in step_ms.items()}),
+                max_running,
+                held_token_s=held_token_ms / 1000,
+                prefill_token_s=prefill_token_ms / 1000,
+                kv_cache_tokens=kv_cache_tokens,
+            ),
+            self._latencies.add,
+        )
         self._answer_length = answer_length
         self._load_s = load_s
         self._speed = speed
         self._prefetcher = Prefetcher(source)
-        self._latencies = StepLatencies()
         self._vocabulary = 2
         self._weight_version = -1
         self._alive = False
         self._stopped = asyncio.Event()
         self._paused = False
         self._loading = asyncio.Lock()
-        self._order = itertools.count()
-        self._waiting: list[tuple[int, int, _Sequence]] = []
-        self._running: set[_Sequence] = set()
-        self._endings: list[tuple[int, int, _Sequence]] = []
-        # Steps since the start, the fraction of the one under way included, and the simulated time they go up to.
-        self._steps = 0.0
-        self._steps_up_to_s = 0.0
+        self._answers: dict[Hashable, _Answer] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     async def start(self, model_folder: Path, manifest: VersionManifest) -> SwitchReport:
         config = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
         self._vocabulary = config["vocab_size"]
         self._alive = True
-        self._steps_up_to_s = self._now_s()
+        self._instance.stand_until(self._now_s())
         return await self.switch(manifest)
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         self._check_alive()
         self._catch_up()
         num_tokens = min(max(1, self._answer_length(request)), request.max_tokens)
-        sequence = _Sequence(request, num_tokens, asyncio.get_running_loop().create_future())
-        heapq.heappush(self._waiting, (request.priority, next(self._order), sequence))
+        # Requests are told apart by what they are, not by their ids: nothing here needs those to differ.
+        key = object()
+        sequence = SimulatedSequence(key, num_tokens, request.priority, len(request.prompt_token_ids))
+        answer = self._answers[key] = _Answer(request, sequence, asyncio.get_running_loop().create_future())
+        self._instance.submit(sequence)
         self._go_on()
         try:
-            return await sequence.answer
+            return await answer.result
         except asyncio.CancelledError:
             if self._alive:
                 self._catch_up()
-                self._running.discard(sequence)
+                self._instance.withdraw(key)
+                self._answers.pop(key, None)
                 self._go_on()
             raise
 
@@ -152,8 +144,9 @@ class FakeEngine:
                 self._stand_still()
                 await asyncio.sleep(self._load_s / self._speed)
                 self._weight_version = manifest.weight_version
-                for sequence in self._running:
-                    sequence.versions.append((self._weight_version, self._tokens_there(sequence)))
+                for sequence in self._instance.running.values():
+                    there = self._instance.tokens_there(sequence)
+                    self._answers[sequence.key].versions.append((self._weight_version, there))
                 self._paused = was_paused
                 self._go_on()
         finally:
@@ -161,7 +154,7 @@ class FakeEngine:
         return SwitchReport(manifest.weight_version, manifest.digest, fetched.fetch_s, time.monotonic() - started)
 
     def running(self) -> int:
-        return len(self._running)
+        return len(self._instance.running)
 
     def step_latencies(self) -> list[tuple[int, float, int]]:
         self._catch_up()
@@ -193,11 +186,10 @@ class FakeEngine:
         self._stopped.set()
         self._set_timer(None)
         self._prefetcher.close()
-        for sequence in (*self._running, *(sequence for _, _, sequence in self._waiting)):
-            if not sequence.answer.done():
-                sequence.answer.set_exception(EngineDiedError("the engine was stopped"))
-        self._running.clear()
-        self._waiting.clear()
+        for answer in self._answers.values():
+            if not answer.result.done():
+                answer.result.set_exception(EngineDiedError("the engine was stopped"))
+        self._answers.clear()
 
     # The simulation.
 
@@ -211,34 +203,20 @@ class FakeEngine:
 
     def _catch_up(self) -> None:
         """Draws all tokens that are due, one ended answer after the other: each changes how long the next step is."""
-        now_s = self._now_s()
-        while self._running and not self._paused:
-            step_s = self._profile(len(self._running))
-            end = self._next_ending()
-            reached_s = min(now_s, self._steps_up_to_s + (end - self._steps) * step_s)
-            num_steps = (reached_s - self._steps_up_to_s) / step_s
-            self._latencies.add(len(self._running), reached_s - self._steps_up_to_s, num_steps)
-            self._steps_up_to_s = reached_s
-            if reached_s == now_s:
-                self._steps = min(self._steps + num_steps, end)
-            else:
-                self._steps = float(end)
-            if self._steps < end:
-                return
-            self._end_answers()
+        instance, now_s = self._instance, self._now_s()
+        while not self._paused and instance.running and instance.time_s < now_s:
+            for sequence in instance.step(now_s):
+                self._end(self._answers.pop(sequence.key))
             self._admit()
-        self._steps_up_to_s = now_s
+        instance.stand_until(now_s)
 
     def _go_on(self) -> None:
         """Fills free places and sets the timer for the next answer to end."""
         if self._paused or not self._alive:
             return
         self._admit()
-        if not self._running:
-            self._set_timer(None)
-            return
-        due_s = self._steps_up_to_s + (self._next_ending() - self._steps) * self._profile(len(self._running))
-        self._set_timer(due_s / self._speed)
+        due_s = self._instance.next_event_s()
+        self._set_timer(due_s / self._speed if due_s < math.inf else None)
 
     def _set_timer(self, due: float | None) -> None:
         if self._timer is not None:
@@ -250,47 +228,36 @@ class FakeEngine:
         self._go_on()
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self.max_running:
-            _, order, sequence = heapq.heappop(self._waiting)
-            if sequence.answer.done():
-                continue
-            sequence.first_step = math.ceil(self._steps)
-            sequence.started_s = time.time()
-            sequence.versions = [(self._weight_version, 0)]
-            self._running.add(sequence)
-            heapq.heappush(self._endings, (sequence.first_step + sequence.num_tokens, order, sequence))
+        while admitted := self._instance.admit():
+            for sequence in admitted:
+                answer = self._answers[sequence.key]
+                if answer.result.done():
+                    # It was aborted, and the one who waits for it has not heard of it yet.
+                    self._instance.withdraw(sequence.key)
+                    continue
+                if not answer.versions:
+                    answer.started_s = time.time()
+                # One that was driven out of the cache goes on with what it has, perhaps under later weights.
+                answer.versions.append((self._weight_version, sequence.tokens_there))
 
-    def _next_ending(self) -> int:
-        """The step with which the next of the running answers ends."""
-        while self._endings[0][2] not in self._running:
-            heapq.heappop(self._endings)
-        return self._endings[0][0]
-
-    def _end_answers(self) -> None:
-        while self._endings and self._endings[0][0] <= self._steps:
-            _, _, sequence = heapq.heappop(self._endings)
-            if sequence in self._running:
-                self._running.remove(sequence)
-                if not sequence.answer.done():
-                    sequence.answer.set_result(self._result(sequence))
-
-    def _tokens_there(self, sequence: _Sequence) -> int:
-        return max(0, math.floor(self._steps) - sequence.first_step)
+    def _end(self, answer: _Answer) -> None:
+        if not answer.result.done():
+            answer.result.set_result(self._result(answer))
 
     @property
     def _logprob(self) -> float:
         """Of any token: this engine knows nothing."""
         return -math.log(self._vocabulary)
 
-    def _result(self, sequence: _Sequence) -> GenerationResult:
-        request, num_tokens = sequence.request, sequence.num_tokens
+    def _result(self, answer: _Answer) -> GenerationResult:
+        request, num_tokens = answer.request, answer.sequence.num_tokens
         stopped = bool(request.stop_token_ids) and self._answer_length(request) <= request.max_tokens
         return GenerationResult(
             token_ids=_made_up_tokens(request, num_tokens, self._vocabulary, stopped=stopped),
             logprobs=[self._logprob] * num_tokens,
-            version_spans=_spans(sequence.versions, num_tokens),
+            version_spans=_spans(answer.versions, num_tokens),
             finish_reason="stop" if stopped else "length",
-            started_s=sequence.started_s,
+            started_s=answer.started_s,
         )
 
     def _check_alive(self) -> None:
@@ -314,5 +281,10 @@ def _made_up_tokens(request: GenerationRequest, num_tokens: int, vocabulary: int
 def _spans(versions: list[tuple[int, int]], num_tokens: int) -> list[tuple[int, int]]:
     """(weight version, number of tokens) from (weight version, tokens there when it began)."""
     ends = [first for _, first in versions[1:]] + [num_tokens]
-    spans = [(version, end - first) for (version, first), end in zip(versions, ends, strict=True)]
-    return [(version, length) for version, length in spans if length > 0]
+    spans: list[tuple[int, int]] = []
+    for (version, first), end in zip(versions, ends, strict=True):
+        if end > first and spans and spans[-1][0] == version:
+            spans[-1] = (version, spans[-1][1] + end - first)
+        elif end > first:
+            spans.append((version, end - first))
+    return spans

@@ -107,6 +107,14 @@ class GenerateLoop:
             self._say_now()
         self._changed.set()
 
+    def revoke_unstarted(self, keys: Iterable[SampleKey]) -> None:
+        """The scheduler has a better place for these, if they have not begun."""
+        begun = {sample.key for sample in self._queue.running} - {sample.key for sample in self._unstarted()}
+        wanted = list(keys)
+        self.answers.not_revoked(key for key in wanted if key in begun)
+        self.revoke([key for key in wanted if key not in begun])
+        self._say_now()
+
     def announce(self, weight_version: int) -> None:
         """The newest version that the scheduler knows. Repeating it is harmless."""
         if weight_version > self._newest:
@@ -124,20 +132,20 @@ class GenerateLoop:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def give_back_unstarted(self) -> None:
-        """From now on takes nothing; what has not begun goes back to the scheduler.
-
-        Which samples inside the engine have not begun is an estimate: it begins them by priority. One that had begun
-        and is given back is drawn again, by whoever gets it, as if it had not.
-        """
+        """From now on takes nothing; what has not begun goes back to the scheduler."""
         self.draining = True
         self.standstill.resume()
-        num_begun = self._engine.running()
-        unstarted = sorted(self._queue.running, key=lambda sample: sample.priority)[num_begun:]
+        unstarted = self._unstarted()
         waiting = self._queue.give_back_waiting()
         self.revoke(sample.key for sample in unstarted)
         self._give_back([sample.key for sample in waiting])
         logger.info("draining: %d samples run on, %d are given back", len(self._tasks), len(waiting) + len(unstarted))
         self._say_now()
+
+    def _unstarted(self) -> list[Sample]:
+        """Samples that the engine has and has not begun. An estimate: it begins them by priority. One that had begun
+        and is given back is drawn again, by whoever gets it, as if it had not."""
+        return sorted(self._queue.running, key=lambda sample: sample.priority)[self._engine.running() :]
 
     async def nothing_runs(self) -> None:
         """Waits until the engine has nothing."""

@@ -139,6 +139,8 @@ class Membership:
         self._loop.answers.heard()
         if response.revoke:
             self._loop.revoke([SampleKey.from_proto(sample_id) for sample_id in response.revoke])
+        if response.revoke_unstarted:
+            self._loop.revoke_unstarted([SampleKey.from_proto(sample_id) for sample_id in response.revoke_unstarted])
         if response.HasField("newest_weight_version"):
             self._loop.announce(response.newest_weight_version)
         self._loop.standstill.want_phase(response.phase)

@@ -42,6 +42,8 @@ class Sample:
     """The same without the times when it was given back unstarted."""
     expected_tokens: int = 0
     """As estimated for its present dispatch."""
+    moved_from: "Life | None" = None
+    """Whom it was taken from, unstarted, because others had room."""
 
 
 @dataclass(slots=True, eq=False)

@@ -9,7 +9,9 @@ import logging
 from dataclasses import dataclass
 
 from scheduler_svc.admission import priority, version_for
+from scheduler_svc.balance import unstarted_to_move
 from scheduler_svc.batches import Batch, Sample
+from scheduler_svc.observed_latency import fleet_profiles
 from scheduler_svc.registry import Life, Registry
 from scheduler_svc.samples import SampleBook
 from scheduler_svc.settings import SchedulerSettings
@@ -182,10 +184,18 @@ class Ledger:
         for sample_id in request.revoked:
             key = SampleKey.from_proto(sample_id)
             life.revokes.pop(key, None)
+            moves = key in life.moves
+            life.moves.pop(key, None)
             if (sample := life.samples.get(key)) is not None:
                 self.samples.release(sample, f"given back by {life.name}", unstarted=True)
+                sample.moved_from = life if moves else None
         for sample_id in request.not_revoked:
-            life.revokes.pop(SampleKey.from_proto(sample_id), None)
+            key = SampleKey.from_proto(sample_id)
+            life.revokes.pop(key, None)
+            if key in life.moves:
+                del life.moves[key]
+                if key in life.samples:
+                    life.begun.add(key)
         life.hear(request, now)
 
     def answer(self, instance: str, incarnation: int) -> HeartbeatResponse:
@@ -199,6 +209,7 @@ class Ledger:
         if life is not None:
             response.lease_granted = True
             response.revoke.extend(key.to_proto() for key in life.revokes)
+            response.revoke_unstarted.extend(key.to_proto() for key in life.moves if key not in life.revokes)
         return response
 
     def drain(self, request: DrainRequest, now: float) -> None:
@@ -304,9 +315,13 @@ class Ledger:
         if not (lives and self.fleet_open and self.reported and now >= self.old_leases_end_at):
             return []
         self.samples.admit(self.newest_weight_version)
-        return [
-            outgoing for batch, groups in self.samples.take_ready() for outgoing in self._dispatch(batch, groups, lives)
+        outgoing = [
+            assigned for batch, groups in self.samples.take_ready() for assigned in self._dispatch(batch, groups, lives)
         ]
+        lives_by_name = {life.name: life for life in lives}
+        for name, keys in unstarted_to_move(lives).items():
+            lives_by_name[name].ask_for_unstarted(keys)
+        return outgoing
 
     def next_deadline(self, now: float) -> float | None:
         """When, after `now`, `advance` is due though nothing happens; None: never."""
@@ -327,15 +342,34 @@ class Ledger:
 
     def _dispatch(self, batch: Batch, groups: dict[int, list[Sample]], lives: list[Life]) -> list[Outgoing]:
         """Plans what waits of one batch over the instances that take work."""
-        pieces = []
+        # An instance may repeat that it has given a sample back: it must not mean a later dispatch to itself.
+        left = {id(sample.moved_from) for samples in groups.values() for sample in samples if sample.moved_from}
+        if left:
+            others = [life for life in lives if id(life) not in left]
+            lives = [life for life in others if life.room] or others or lives
+        history, pieces = self.samples.history, []
         for index, samples in groups.items():
             prompt = batch.groups[index].prompt
-            expected = self.samples.history.expected_tokens(prompt.prompt_id, prompt.sampling.max_tokens)
-            pieces.append(Piece(index, tuple(sample.key.sample for sample in samples), expected))
+            max_tokens = prompt.sampling.max_tokens
+            pieces.append(
+                Piece(
+                    index,
+                    tuple(sample.key.sample for sample in samples),
+                    history.expected_tokens(prompt.prompt_id, max_tokens),
+                    lengths=history.forecast(prompt.prompt_id, max_tokens),
+                    prompt_tokens=len(prompt.token_ids),
+                )
+            )
+        profiles = fleet_profiles(lives)
         shares = plan(
             self.settings.scheduler.dispatch,
             pieces,
-            [InstanceLoad(life.name, life.request.max_running, life.outstanding_tokens) for life in lives],
+            [
+                InstanceLoad(life.name, life.request.max_running, life.outstanding_tokens, profiles.get(life.name))
+                for life in lives
+            ],
+            length_p50=history.recent_quantile(0.5),
+            length_p90=history.recent_quantile(0.9),
             seed=sample_seed(self.settings.run.seed, SampleKey(*batch.key, 0, 0)),
         )
         return [

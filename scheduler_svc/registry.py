@@ -6,9 +6,11 @@ life owns is kept here; what happens to it afterwards is the ledger's decision.
 """
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from scheduler_svc.batches import Sample
+from scheduler_svc.observed_latency import ObservedLatency
 from streamrl.errors import RefusedError
 from streamrl.identity import SampleKey
 from streamrl.v1.scheduler_pb2 import (
@@ -46,6 +48,12 @@ class Life:
     """Expected tokens of `samples`."""
     revokes: dict[SampleKey, None] = field(default_factory=dict)
     """What it is asked to give back and has not answered."""
+    moves: dict[SampleKey, None] = field(default_factory=dict)
+    """What it is asked to give back if it has not begun, and has not answered."""
+    begun: set[SampleKey] = field(default_factory=set)
+    """What it would not give back so."""
+    latency: ObservedLatency = field(default_factory=ObservedLatency)
+    """How long its steps take."""
     has_news: bool = False
     """Whether there is something to tell it."""
 
@@ -59,6 +67,12 @@ class Life:
         return self.heard_at + 2 * self.lease_s if self.stopped_at is None else self.stopped_at + self.lease_s
 
     @property
+    def room(self) -> int:
+        """Samples that it could begin at once. Those that were finished and are not accepted yet count as running, so
+        that it is never taken to have more room than it has."""
+        return max(0, self.request.max_running - len(self.samples))
+
+    @property
     def state(self) -> InstanceState.ValueType:
         if self.ended or self.stopped_at is not None:
             return INSTANCE_STATE_DEAD
@@ -69,6 +83,7 @@ class Life:
         self.heard_at = now
         self.draining |= heartbeat.draining
         self.heartbeat = heartbeat
+        self.latency.take(heartbeat.step_latencies)
         self.heartbeat.ClearField("revoked")
         self.heartbeat.ClearField("not_revoked")
 
@@ -78,11 +93,17 @@ class Life:
             self.revokes[key] = None
             self.has_news = True
 
+    def ask_for_unstarted(self, keys: Iterable[SampleKey]) -> None:
+        """Asks it to give samples back that it has not begun."""
+        self.moves.update(dict.fromkeys(keys))
+        self.has_news = True
+
     def end(self) -> None:
         """Its lease is over for good."""
         assert not self.samples, f"{self} ends and still owns {len(self.samples)} samples"
         self.ended = True
         self.revokes.clear()
+        self.moves.clear()
         self.has_news = True
 
     def runs(self) -> bool:

@@ -142,6 +142,7 @@ class SampleBook:
         sample.dispatch += 1
         sample.attempts_used += 1
         sample.expected_tokens = expected_tokens
+        sample.moved_from = None
         life.samples[sample.key] = sample
         life.outstanding_tokens += expected_tokens
         batch.outstanding_at[life.name] += 1
@@ -178,6 +179,7 @@ class SampleBook:
         life = sample.owner
         assert life is not None
         del life.samples[sample.key]
+        life.begun.discard(sample.key)
         life.outstanding_tokens -= sample.expected_tokens
         batch.outstanding_at[life.name] -= 1
         sample.owner = None

@@ -13,10 +13,12 @@ _HEARTBEATS_PER_LEASE = 5
 class SchedulerSection(FleetView):
     model_config = ConfigDict(extra="forbid")
 
-    dispatch: Annotated[str, Field(validate_default=True)] = "longest_first"
-    """How a batch is divided among the instances. longest_first: the longest expected answers first, each to the
-    instance that would be done with it earliest. round_robin: the longest first, dealt in turn. random: any instance,
-    in the order of the batch."""
+    dispatch: Annotated[str, Field(validate_default=True)] = "makespan"
+    """How a batch is divided among the instances. makespan: so that the batch is expected to be over earliest, given
+    how uncertain lengths are and how fast each instance is; the longest answers may get instances of their own.
+    longest_first: the longest expected answers first, each to the instance that would be done with it earliest.
+    round_robin: the longest first, dealt in turn. paper, paper_max: Algorithm 2 of the StreamRL paper, with the sum or
+    the maximum of its two latencies. random: any instance, in the order of the batch."""
     max_dispatches: PositiveInt = 3
     """How often a sample is given to an instance before it is given up. Times when it was given back unstarted do not
     count."""

@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from streamrl.command.report import EXIT_COMPLETED, write_json
 from streamrl.planning.dispatch import POLICIES, InstanceLoad, Piece
 from streamrl.planning.dispatch import plan as plan_pieces
-from streamrl.planning.skewness import Objective, TokenLatency, instance_latency_s, plan_by_skewness
+from streamrl.planning.profile import InstanceProfile, TokenLatency
+from streamrl.planning.skewness import Objective, instance_latency_s, plan_by_skewness
 
 _SKEWNESS: dict[str, Objective] = {"paper": "sum", "paper_max": "max"}
 
@@ -66,7 +67,7 @@ def parse_request(text: str) -> DispatchRequest:
         request = DispatchRequest.model_validate(given)
     except ValidationError as error:
         raise ValueError(f"plan dispatch: {'; '.join(_problem(detail) for detail in error.errors())}") from error
-    known = [*_SKEWNESS, *POLICIES]
+    known = list(POLICIES)
     if request.policy not in known:
         raise ValueError(f"plan dispatch: policy {request.policy!r} is unknown: expected one of {', '.join(known)}")
     for name in ("length_p50", "length_p90"):
@@ -97,7 +98,7 @@ def plan_dispatch(request: DispatchRequest) -> dict[str, Any]:
             "instances": skewness.instances,
             "estimated_s": skewness.estimated_s,
         }
-    instances = _shares(request)
+    instances = _shares(request, token_latency)
     lengths = request.lengths
     return {
         "policy": request.policy,
@@ -116,14 +117,18 @@ def plan_dispatch(request: DispatchRequest) -> dict[str, Any]:
     }
 
 
-def _shares(request: DispatchRequest) -> list[list[int]]:
+def _shares(request: DispatchRequest, token_latency: TokenLatency) -> list[list[int]]:
     """For each instance the indices of its answers, the longest first, as the scheduler would deal them."""
     width = len(str(request.num_instances))
     names = [str(index).zfill(width) for index in range(request.num_instances)]
     # Pieces hold whole tokens.
     pieces = [Piece(index, (0,), round(length)) for index, length in enumerate(request.lengths)]
+    profile = InstanceProfile(token_latency, request.max_batch)
     dealt = plan_pieces(
-        request.policy, pieces, [InstanceLoad(name, request.max_batch) for name in names], seed=request.seed
+        request.policy,
+        pieces,
+        [InstanceLoad(name, request.max_batch, profile=profile) for name in names],
+        seed=request.seed,
     )
     lengths = request.lengths
     return [

@@ -4,50 +4,18 @@ The longest answers get instances of their own, where they run in small batches,
 instances is searched for with a model of latency (Eq 2) and two lengths, one for the long tail and one for the rest.
 """
 
-import bisect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from streamrl.planning.profile import TokenLatency
 
 Objective = Literal["sum", "max"]
 """Of the two sides' latencies, what is minimised: the paper prints the sum; a batch lasts as long as the maximum."""
 
 _TIE = 1e-9
 """Objectives that differ by less, relative, are equal: the fewest long-tail instances are taken."""
-
-
-class TokenLatency:
-    """PTL: seconds that a token takes, by the number of sequences in the running batch. Linear between the measured
-    points, constant outside."""
-
-    def __init__(self, latency_s: Mapping[int, float]) -> None:
-        """
-        Args:
-            latency_s: batch size to seconds.
-
-        Raises:
-            ValueError: no point, or one that is not above 0.
-        """
-        if not latency_s:
-            raise ValueError("expected the token latency of at least one batch size, got none")
-        for batch_size, seconds in latency_s.items():
-            if batch_size < 1 or not (0 < seconds < math.inf):
-                raise ValueError(
-                    f"expected a batch size of 1 or more and a latency above 0, got {batch_size}: {seconds}"
-                )
-        self._sizes = sorted(latency_s)
-        self._seconds = [latency_s[size] for size in self._sizes]
-
-    def __call__(self, batch_size: int) -> float:
-        right = bisect.bisect_left(self._sizes, batch_size)
-        if right == 0:
-            return self._seconds[0]
-        if right == len(self._sizes):
-            return self._seconds[-1]
-        low, high = self._sizes[right - 1], self._sizes[right]
-        share = (batch_size - low) / (high - low)
-        return self._seconds[right - 1] + share * (self._seconds[right] - self._seconds[right - 1])
 
 
 @dataclass(frozen=True, slots=True)

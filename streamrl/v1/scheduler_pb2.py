@@ -25,19 +25,19 @@ _sym_db = _symbol_database.Default()
 from streamrl.v1 import sample_pb2 as streamrl_dot_v1_dot_sample__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bstreamrl/v1/scheduler.proto\x12\x0bstreamrl.v1\x1a\x18streamrl/v1/sample.proto\"\xb8\x01\n\x0fRegisterRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x10\n\x08instance\x18\x03 \x01(\t\x12\x0c\n\x04site\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x0b\n\x03pid\x18\x06 \x01(\x05\x12\x13\n\x0bmax_running\x18\x07 \x01(\x05\x12\x17\n\x0fkv_cache_tokens\x18\x08 \x01(\x03\x12\x18\n\x10tokenizer_digest\x18\t \x01(\t\"i\n\x10RegisterResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x03\x12\x11\n\tpartition\x18\x02 \x01(\x05\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\x12\x1c\n\x14heartbeat_interval_s\x18\x04 \x01(\x01\"G\n\x0bStepLatency\x12\x12\n\nbatch_size\x18\x01 \x01(\x05\x12\x11\n\tlatency_s\x18\x02 \x01(\x01\x12\x11\n\tnum_steps\x18\x03 \x01(\x03\"\xc8\x03\n\x10HeartbeatRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x10\n\x08instance\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\x03\x12\x0f\n\x07running\x18\x05 \x01(\x05\x12\x0f\n\x07waiting\x18\x06 \x01(\x05\x12\x16\n\x0eweight_version\x18\x07 \x01(\x03\x12\x0e\n\x06\x62usy_s\x18\x08 \x01(\x01\x12\x18\n\x10generated_tokens\x18\t \x01(\x03\x12\x18\n\x10\x66inished_samples\x18\n \x01(\x03\x12\x18\n\x10\x65vent_loop_lag_s\x18\x0b \x01(\x01\x12\x30\n\x0estep_latencies\x18\x0c \x03(\x0b\x32\x18.streamrl.v1.StepLatency\x12&\n\x07revoked\x18\r \x03(\x0b\x32\x15.streamrl.v1.SampleId\x12*\n\x0bnot_revoked\x18\x0e \x03(\x0b\x32\x15.streamrl.v1.SampleId\x12&\n\x05phase\x18\x0f \x01(\x0e\x32\x17.streamrl.v1.FleetPhase\x12\x10\n\x08\x64raining\x18\x10 \x01(\x08\x12\x14\n\x0c\x64\x65\x61\x64_letters\x18\x11 \x01(\x03\"\xc8\x01\n\x11HeartbeatResponse\x12\x15\n\rlease_granted\x18\x01 \x01(\x08\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\x12%\n\x06revoke\x18\x03 \x03(\x0b\x32\x15.streamrl.v1.SampleId\x12\"\n\x15newest_weight_version\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12&\n\x05phase\x18\x05 \x01(\x0e\x32\x17.streamrl.v1.FleetPhaseB\x18\n\x16_newest_weight_version\"w\n\x0c\x44rainRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x10\n\x08instance\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\x03\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x0f\n\x07stopped\x18\x06 \x01(\x08\"\x0f\n\rDrainResponse\"\xe1\x01\n\x12ReportBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12,\n\x08outcomes\x18\x03 \x03(\x0b\x32\x1a.streamrl.v1.SampleOutcome\x12(\n\x06\x63losed\x18\x04 \x03(\x0b\x32\x18.streamrl.v1.ClosedBatch\x12\x10\n\x08\x63omplete\x18\x05 \x01(\x08\x12\x18\n\x10tokenizer_digest\x18\x06 \x01(\t\x12&\n\x05phase\x18\x07 \x01(\x0e\x32\x17.streamrl.v1.FleetPhase\"C\n\x0b\x43losedBatch\x12%\n\x07purpose\x18\x01 \x01(\x0e\x32\x14.streamrl.v1.Purpose\x12\r\n\x05\x62\x61tch\x18\x02 \x01(\x03\"\xa4\x01\n\rSampleOutcome\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.streamrl.v1.SampleId\x12%\n\x07outcome\x18\x02 \x01(\x0e\x32\x14.streamrl.v1.Outcome\x12\x12\n\nnum_tokens\x18\x03 \x01(\x05\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\x03\x12\x10\n\x08\x64ispatch\x18\x06 \x01(\x05\"{\n\x13ReportBatchResponse\x12\x1d\n\x15scheduler_incarnation\x18\x01 \x01(\x03\x12/\n\tabandoned\x18\x02 \x03(\x0b\x32\x1c.streamrl.v1.AbandonedSample\x12\x14\n\x0credispatched\x18\x03 \x01(\x03\"D\n\x0f\x41\x62\x61ndonedSample\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.streamrl.v1.SampleId\x12\x0e\n\x06reason\x18\x02 \x01(\t\"Z\n\x0fSetPhaseRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12&\n\x05phase\x18\x03 \x01(\x0e\x32\x17.streamrl.v1.FleetPhase\"\x12\n\x10SetPhaseResponse\"!\n\x0fGetFleetRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\xfb\x01\n\x08Instance\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x0c\n\x04site\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x05\x12\x13\n\x0bincarnation\x18\x05 \x01(\x03\x12\x11\n\tpartition\x18\x06 \x01(\x05\x12)\n\x05state\x18\x07 \x01(\x0e\x32\x1a.streamrl.v1.InstanceState\x12\x30\n\theartbeat\x18\x08 \x01(\x0b\x32\x1d.streamrl.v1.HeartbeatRequest\x12\x13\n\x0boutstanding\x18\t \x01(\x05\x12\x17\n\x0fheartbeat_age_s\x18\n \x01(\x01\"\xd8\x01\n\nBatchState\x12%\n\x07purpose\x18\x01 \x01(\x0e\x32\x14.streamrl.v1.Purpose\x12\r\n\x05\x62\x61tch\x18\x02 \x01(\x03\x12\x13\n\x0bnum_samples\x18\x03 \x01(\x05\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\x05\x12\x13\n\x0boutstanding\x18\x05 \x01(\x05\x12\x14\n\x0cundispatched\x18\x06 \x01(\x05\x12%\n\x18waits_for_weight_version\x18\x07 \x01(\x03H\x00\x88\x01\x01\x42\x1b\n\x19_waits_for_weight_version\"\xdf\x01\n\x10GetFleetResponse\x12(\n\tinstances\x18\x01 \x03(\x0b\x32\x15.streamrl.v1.Instance\x12(\n\x07\x62\x61tches\x18\x02 \x03(\x0b\x32\x17.streamrl.v1.BatchState\x12\"\n\x15newest_weight_version\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\r\n\x05waits\x18\x04 \x03(\t\x12\x14\n\x0credispatched\x18\x05 \x01(\x03\x12\x14\n\x0c\x64\x65\x61\x64_letters\x18\x06 \x01(\x03\x42\x18\n\x16_newest_weight_version*Z\n\nFleetPhase\x12\x1b\n\x17\x46LEET_PHASE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x46LEET_PHASE_GENERATE\x10\x01\x12\x15\n\x11\x46LEET_PHASE_TRAIN\x10\x02*c\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x14\n\x10OUTCOME_ACCEPTED\x10\x01\x12\x14\n\x10OUTCOME_REJECTED\x10\x02\x12\x13\n\x0fOUTCOME_DROPPED\x10\x03*~\n\rInstanceState\x12\x1e\n\x1aINSTANCE_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13INSTANCE_STATE_LIVE\x10\x01\x12\x1b\n\x17INSTANCE_STATE_DRAINING\x10\x02\x12\x17\n\x13INSTANCE_STATE_DEAD\x10\x03\x32\xcf\x03\n\x10SchedulerService\x12G\n\x08Register\x12\x1c.streamrl.v1.RegisterRequest\x1a\x1d.streamrl.v1.RegisterResponse\x12N\n\tHeartbeat\x12\x1d.streamrl.v1.HeartbeatRequest\x1a\x1e.streamrl.v1.HeartbeatResponse(\x01\x30\x01\x12>\n\x05\x44rain\x12\x19.streamrl.v1.DrainRequest\x1a\x1a.streamrl.v1.DrainResponse\x12P\n\x0bReportBatch\x12\x1f.streamrl.v1.ReportBatchRequest\x1a .streamrl.v1.ReportBatchResponse\x12G\n\x08SetPhase\x12\x1c.streamrl.v1.SetPhaseRequest\x1a\x1d.streamrl.v1.SetPhaseResponse\x12G\n\x08GetFleet\x12\x1c.streamrl.v1.GetFleetRequest\x1a\x1d.streamrl.v1.GetFleetResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bstreamrl/v1/scheduler.proto\x12\x0bstreamrl.v1\x1a\x18streamrl/v1/sample.proto\"\xb8\x01\n\x0fRegisterRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x10\n\x08instance\x18\x03 \x01(\t\x12\x0c\n\x04site\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x0b\n\x03pid\x18\x06 \x01(\x05\x12\x13\n\x0bmax_running\x18\x07 \x01(\x05\x12\x17\n\x0fkv_cache_tokens\x18\x08 \x01(\x03\x12\x18\n\x10tokenizer_digest\x18\t \x01(\t\"i\n\x10RegisterResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x03\x12\x11\n\tpartition\x18\x02 \x01(\x05\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\x12\x1c\n\x14heartbeat_interval_s\x18\x04 \x01(\x01\"G\n\x0bStepLatency\x12\x12\n\nbatch_size\x18\x01 \x01(\x05\x12\x11\n\tlatency_s\x18\x02 \x01(\x01\x12\x11\n\tnum_steps\x18\x03 \x01(\x03\"\xc8\x03\n\x10HeartbeatRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x10\n\x08instance\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\x03\x12\x0f\n\x07running\x18\x05 \x01(\x05\x12\x0f\n\x07waiting\x18\x06 \x01(\x05\x12\x16\n\x0eweight_version\x18\x07 \x01(\x03\x12\x0e\n\x06\x62usy_s\x18\x08 \x01(\x01\x12\x18\n\x10generated_tokens\x18\t \x01(\x03\x12\x18\n\x10\x66inished_samples\x18\n \x01(\x03\x12\x18\n\x10\x65vent_loop_lag_s\x18\x0b \x01(\x01\x12\x30\n\x0estep_latencies\x18\x0c \x03(\x0b\x32\x18.streamrl.v1.StepLatency\x12&\n\x07revoked\x18\r \x03(\x0b\x32\x15.streamrl.v1.SampleId\x12*\n\x0bnot_revoked\x18\x0e \x03(\x0b\x32\x15.streamrl.v1.SampleId\x12&\n\x05phase\x18\x0f \x01(\x0e\x32\x17.streamrl.v1.FleetPhase\x12\x10\n\x08\x64raining\x18\x10 \x01(\x08\x12\x14\n\x0c\x64\x65\x61\x64_letters\x18\x11 \x01(\x03\"\xf9\x01\n\x11HeartbeatResponse\x12\x15\n\rlease_granted\x18\x01 \x01(\x08\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\x12%\n\x06revoke\x18\x03 \x03(\x0b\x32\x15.streamrl.v1.SampleId\x12\"\n\x15newest_weight_version\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12&\n\x05phase\x18\x05 \x01(\x0e\x32\x17.streamrl.v1.FleetPhase\x12/\n\x10revoke_unstarted\x18\x06 \x03(\x0b\x32\x15.streamrl.v1.SampleIdB\x18\n\x16_newest_weight_version\"w\n\x0c\x44rainRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x10\n\x08instance\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\x03\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x0f\n\x07stopped\x18\x06 \x01(\x08\"\x0f\n\rDrainResponse\"\xe1\x01\n\x12ReportBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12,\n\x08outcomes\x18\x03 \x03(\x0b\x32\x1a.streamrl.v1.SampleOutcome\x12(\n\x06\x63losed\x18\x04 \x03(\x0b\x32\x18.streamrl.v1.ClosedBatch\x12\x10\n\x08\x63omplete\x18\x05 \x01(\x08\x12\x18\n\x10tokenizer_digest\x18\x06 \x01(\t\x12&\n\x05phase\x18\x07 \x01(\x0e\x32\x17.streamrl.v1.FleetPhase\"C\n\x0b\x43losedBatch\x12%\n\x07purpose\x18\x01 \x01(\x0e\x32\x14.streamrl.v1.Purpose\x12\r\n\x05\x62\x61tch\x18\x02 \x01(\x03\"\xa4\x01\n\rSampleOutcome\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.streamrl.v1.SampleId\x12%\n\x07outcome\x18\x02 \x01(\x0e\x32\x14.streamrl.v1.Outcome\x12\x12\n\nnum_tokens\x18\x03 \x01(\x05\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\x03\x12\x10\n\x08\x64ispatch\x18\x06 \x01(\x05\"{\n\x13ReportBatchResponse\x12\x1d\n\x15scheduler_incarnation\x18\x01 \x01(\x03\x12/\n\tabandoned\x18\x02 \x03(\x0b\x32\x1c.streamrl.v1.AbandonedSample\x12\x14\n\x0credispatched\x18\x03 \x01(\x03\"D\n\x0f\x41\x62\x61ndonedSample\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.streamrl.v1.SampleId\x12\x0e\n\x06reason\x18\x02 \x01(\t\"Z\n\x0fSetPhaseRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12&\n\x05phase\x18\x03 \x01(\x0e\x32\x17.streamrl.v1.FleetPhase\"\x12\n\x10SetPhaseResponse\"!\n\x0fGetFleetRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\xfb\x01\n\x08Instance\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x0c\n\x04site\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x05\x12\x13\n\x0bincarnation\x18\x05 \x01(\x03\x12\x11\n\tpartition\x18\x06 \x01(\x05\x12)\n\x05state\x18\x07 \x01(\x0e\x32\x1a.streamrl.v1.InstanceState\x12\x30\n\theartbeat\x18\x08 \x01(\x0b\x32\x1d.streamrl.v1.HeartbeatRequest\x12\x13\n\x0boutstanding\x18\t \x01(\x05\x12\x17\n\x0fheartbeat_age_s\x18\n \x01(\x01\"\xd8\x01\n\nBatchState\x12%\n\x07purpose\x18\x01 \x01(\x0e\x32\x14.streamrl.v1.Purpose\x12\r\n\x05\x62\x61tch\x18\x02 \x01(\x03\x12\x13\n\x0bnum_samples\x18\x03 \x01(\x05\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\x05\x12\x13\n\x0boutstanding\x18\x05 \x01(\x05\x12\x14\n\x0cundispatched\x18\x06 \x01(\x05\x12%\n\x18waits_for_weight_version\x18\x07 \x01(\x03H\x00\x88\x01\x01\x42\x1b\n\x19_waits_for_weight_version\"\xdf\x01\n\x10GetFleetResponse\x12(\n\tinstances\x18\x01 \x03(\x0b\x32\x15.streamrl.v1.Instance\x12(\n\x07\x62\x61tches\x18\x02 \x03(\x0b\x32\x17.streamrl.v1.BatchState\x12\"\n\x15newest_weight_version\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\r\n\x05waits\x18\x04 \x03(\t\x12\x14\n\x0credispatched\x18\x05 \x01(\x03\x12\x14\n\x0c\x64\x65\x61\x64_letters\x18\x06 \x01(\x03\x42\x18\n\x16_newest_weight_version*Z\n\nFleetPhase\x12\x1b\n\x17\x46LEET_PHASE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x46LEET_PHASE_GENERATE\x10\x01\x12\x15\n\x11\x46LEET_PHASE_TRAIN\x10\x02*c\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x14\n\x10OUTCOME_ACCEPTED\x10\x01\x12\x14\n\x10OUTCOME_REJECTED\x10\x02\x12\x13\n\x0fOUTCOME_DROPPED\x10\x03*~\n\rInstanceState\x12\x1e\n\x1aINSTANCE_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13INSTANCE_STATE_LIVE\x10\x01\x12\x1b\n\x17INSTANCE_STATE_DRAINING\x10\x02\x12\x17\n\x13INSTANCE_STATE_DEAD\x10\x03\x32\xcf\x03\n\x10SchedulerService\x12G\n\x08Register\x12\x1c.streamrl.v1.RegisterRequest\x1a\x1d.streamrl.v1.RegisterResponse\x12N\n\tHeartbeat\x12\x1d.streamrl.v1.HeartbeatRequest\x1a\x1e.streamrl.v1.HeartbeatResponse(\x01\x30\x01\x12>\n\x05\x44rain\x12\x19.streamrl.v1.DrainRequest\x1a\x1a.streamrl.v1.DrainResponse\x12P\n\x0bReportBatch\x12\x1f.streamrl.v1.ReportBatchRequest\x1a .streamrl.v1.ReportBatchResponse\x12G\n\x08SetPhase\x12\x1c.streamrl.v1.SetPhaseRequest\x1a\x1d.streamrl.v1.SetPhaseResponse\x12G\n\x08GetFleet\x12\x1c.streamrl.v1.GetFleetRequest\x1a\x1d.streamrl.v1.GetFleetResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'streamrl.v1.scheduler_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FLEETPHASE']._serialized_start=2742
-  _globals['_FLEETPHASE']._serialized_end=2832
-  _globals['_OUTCOME']._serialized_start=2834
-  _globals['_OUTCOME']._serialized_end=2933
-  _globals['_INSTANCESTATE']._serialized_start=2935
-  _globals['_INSTANCESTATE']._serialized_end=3061
+  _globals['_FLEETPHASE']._serialized_start=2791
+  _globals['_FLEETPHASE']._serialized_end=2881
+  _globals['_OUTCOME']._serialized_start=2883
+  _globals['_OUTCOME']._serialized_end=2982
+  _globals['_INSTANCESTATE']._serialized_start=2984
+  _globals['_INSTANCESTATE']._serialized_end=3110
   _globals['_REGISTERREQUEST']._serialized_start=71
   _globals['_REGISTERREQUEST']._serialized_end=255
   _globals['_REGISTERRESPONSE']._serialized_start=257
@@ -47,33 +47,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HEARTBEATREQUEST']._serialized_start=438
   _globals['_HEARTBEATREQUEST']._serialized_end=894
   _globals['_HEARTBEATRESPONSE']._serialized_start=897
-  _globals['_HEARTBEATRESPONSE']._serialized_end=1097
-  _globals['_DRAINREQUEST']._serialized_start=1099
-  _globals['_DRAINREQUEST']._serialized_end=1218
-  _globals['_DRAINRESPONSE']._serialized_start=1220
-  _globals['_DRAINRESPONSE']._serialized_end=1235
-  _globals['_REPORTBATCHREQUEST']._serialized_start=1238
-  _globals['_REPORTBATCHREQUEST']._serialized_end=1463
-  _globals['_CLOSEDBATCH']._serialized_start=1465
-  _globals['_CLOSEDBATCH']._serialized_end=1532
-  _globals['_SAMPLEOUTCOME']._serialized_start=1535
-  _globals['_SAMPLEOUTCOME']._serialized_end=1699
-  _globals['_REPORTBATCHRESPONSE']._serialized_start=1701
-  _globals['_REPORTBATCHRESPONSE']._serialized_end=1824
-  _globals['_ABANDONEDSAMPLE']._serialized_start=1826
-  _globals['_ABANDONEDSAMPLE']._serialized_end=1894
-  _globals['_SETPHASEREQUEST']._serialized_start=1896
-  _globals['_SETPHASEREQUEST']._serialized_end=1986
-  _globals['_SETPHASERESPONSE']._serialized_start=1988
-  _globals['_SETPHASERESPONSE']._serialized_end=2006
-  _globals['_GETFLEETREQUEST']._serialized_start=2008
-  _globals['_GETFLEETREQUEST']._serialized_end=2041
-  _globals['_INSTANCE']._serialized_start=2044
-  _globals['_INSTANCE']._serialized_end=2295
-  _globals['_BATCHSTATE']._serialized_start=2298
-  _globals['_BATCHSTATE']._serialized_end=2514
-  _globals['_GETFLEETRESPONSE']._serialized_start=2517
-  _globals['_GETFLEETRESPONSE']._serialized_end=2740
-  _globals['_SCHEDULERSERVICE']._serialized_start=3064
-  _globals['_SCHEDULERSERVICE']._serialized_end=3527
+  _globals['_HEARTBEATRESPONSE']._serialized_end=1146
+  _globals['_DRAINREQUEST']._serialized_start=1148
+  _globals['_DRAINREQUEST']._serialized_end=1267
+  _globals['_DRAINRESPONSE']._serialized_start=1269
+  _globals['_DRAINRESPONSE']._serialized_end=1284
+  _globals['_REPORTBATCHREQUEST']._serialized_start=1287
+  _globals['_REPORTBATCHREQUEST']._serialized_end=1512
+  _globals['_CLOSEDBATCH']._serialized_start=1514
+  _globals['_CLOSEDBATCH']._serialized_end=1581
+  _globals['_SAMPLEOUTCOME']._serialized_start=1584
+  _globals['_SAMPLEOUTCOME']._serialized_end=1748
+  _globals['_REPORTBATCHRESPONSE']._serialized_start=1750
+  _globals['_REPORTBATCHRESPONSE']._serialized_end=1873
+  _globals['_ABANDONEDSAMPLE']._serialized_start=1875
+  _globals['_ABANDONEDSAMPLE']._serialized_end=1943
+  _globals['_SETPHASEREQUEST']._serialized_start=1945
+  _globals['_SETPHASEREQUEST']._serialized_end=2035
+  _globals['_SETPHASERESPONSE']._serialized_start=2037
+  _globals['_SETPHASERESPONSE']._serialized_end=2055
+  _globals['_GETFLEETREQUEST']._serialized_start=2057
+  _globals['_GETFLEETREQUEST']._serialized_end=2090
+  _globals['_INSTANCE']._serialized_start=2093
+  _globals['_INSTANCE']._serialized_end=2344
+  _globals['_BATCHSTATE']._serialized_start=2347
+  _globals['_BATCHSTATE']._serialized_end=2563
+  _globals['_GETFLEETRESPONSE']._serialized_start=2566
+  _globals['_GETFLEETRESPONSE']._serialized_end=2789
+  _globals['_SCHEDULERSERVICE']._serialized_start=3113
+  _globals['_SCHEDULERSERVICE']._serialized_end=3576
 # @@protoc_insertion_point(module_scope)

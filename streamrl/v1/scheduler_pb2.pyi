@@ -226,7 +226,9 @@ class HeartbeatRequest(google.protobuf.message.Message):
 
     @property
     def not_revoked(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[streamrl.v1.sample_pb2.SampleId]:
-        """Answer to a revoke: these had already been sent or are not known here any more."""
+        """Answer to a revoke: these had already been sent or are not known here any more, or have begun and were asked for
+        only if they had not.
+        """
 
     def __init__(
         self,
@@ -264,6 +266,7 @@ class HeartbeatResponse(google.protobuf.message.Message):
     REVOKE_FIELD_NUMBER: builtins.int
     NEWEST_WEIGHT_VERSION_FIELD_NUMBER: builtins.int
     PHASE_FIELD_NUMBER: builtins.int
+    REVOKE_UNSTARTED_FIELD_NUMBER: builtins.int
     lease_granted: builtins.bool
     """False: the incarnation is not (or no longer) known. Stop everything and register again."""
     lease_s: builtins.float
@@ -274,6 +277,10 @@ class HeartbeatResponse(google.protobuf.message.Message):
     def revoke(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[streamrl.v1.sample_pb2.SampleId]:
         """Samples to give back. One that overtakes its assignment is kept and applied when that comes."""
 
+    @property
+    def revoke_unstarted(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[streamrl.v1.sample_pb2.SampleId]:
+        """Samples to give back unless they have begun, for an instance that has room: answered as revoke."""
+
     def __init__(
         self,
         *,
@@ -282,9 +289,10 @@ class HeartbeatResponse(google.protobuf.message.Message):
         revoke: collections.abc.Iterable[streamrl.v1.sample_pb2.SampleId] | None = ...,
         newest_weight_version: builtins.int | None = ...,
         phase: global___FleetPhase.ValueType = ...,
+        revoke_unstarted: collections.abc.Iterable[streamrl.v1.sample_pb2.SampleId] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_newest_weight_version", b"_newest_weight_version", "newest_weight_version", b"newest_weight_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_newest_weight_version", b"_newest_weight_version", "lease_granted", b"lease_granted", "lease_s", b"lease_s", "newest_weight_version", b"newest_weight_version", "phase", b"phase", "revoke", b"revoke"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_newest_weight_version", b"_newest_weight_version", "lease_granted", b"lease_granted", "lease_s", b"lease_s", "newest_weight_version", b"newest_weight_version", "phase", b"phase", "revoke", b"revoke", "revoke_unstarted", b"revoke_unstarted"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_newest_weight_version", b"_newest_weight_version"]) -> typing.Literal["newest_weight_version"] | None: ...
 
 global___HeartbeatResponse = HeartbeatResponse

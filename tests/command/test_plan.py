@@ -47,7 +47,7 @@ def test_the_long_tail_gets_the_first_instances() -> None:
     }
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"paper", "paper_max"}))
 def test_other_policies_have_no_long_tail(policy: str) -> None:
     plan = planned(policy=policy, length_p50=None, length_p90=None)
     assert plan["long_tail_instances"] is plan["regular_instances"] is None

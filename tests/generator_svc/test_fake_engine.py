@@ -2,19 +2,20 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import hypothesis
-import hypothesis.strategies as st
 import pytest
 import torch
 
 from generator_svc.engine import GenerationRequest, GenerationResult
-from generator_svc.fake_engine import FakeEngine, LatencyProfile, log_normal_length
+from generator_svc.fake_engine import FakeEngine, log_normal_length
 from generator_svc.weight_fetcher import WeightSource
 from streamrl.errors import EngineDiedError, WeightTransferError
+from streamrl.planning.profile import InstanceProfile, TokenLatency
+from streamrl.planning.simulated_instance import SimulatedInstance, SimulatedSequence
 
 WEIGHTS = {"w": torch.zeros(4)}
 STOP = 1
@@ -221,8 +222,29 @@ def test_scores_are_those_of_a_model_that_knows_nothing(play: Callable[..., None
     play(scenario)
 
 
-@hypothesis.given(st.dictionaries(st.integers(1, 256), st.floats(0.1, 1e3), min_size=1), st.integers(1, 300))
-def test_the_profile_passes_through_its_points_and_stays_between_them(step_ms: dict[int, float], size: int) -> None:
-    profile = LatencyProfile(step_ms)
-    assert all(profile(point) == pytest.approx(step / 1000) for point, step in step_ms.items())
-    assert min(step_ms.values()) / 1000 * (1 - 1e-9) <= profile(size) <= max(step_ms.values()) / 1000 * (1 + 1e-9)
+@pytest.mark.parametrize("kv_cache_tokens", [2**20, 150])
+def test_it_takes_as_long_as_the_fleet_simulation_says(play: Callable[..., None], kv_cache_tokens: int) -> None:
+    lengths = [40, 5, 20, 60, 3, 33, 12, 50, 7, 28]
+    step_ms = {1: 10.0, 2: 12.0, 4: 20.0}
+    profile = InstanceProfile(
+        TokenLatency({size: latency_ms / 1000 for size, latency_ms in step_ms.items()}),
+        4,
+        held_token_s=1e-5,
+        prefill_token_s=1e-3,
+        kv_cache_tokens=kv_cache_tokens,
+    )
+    simulated = SimulatedInstance(profile)
+    for index, length in enumerate(lengths):
+        simulated.submit(SimulatedSequence(index, length, -length, prompt_tokens=2))
+    ended = simulated.advance(math.inf)
+    busy_s = ended[-1][1] - simulated.computed_tokens * profile.prefill_token_s
+
+    async def scenario(engine: FakeEngine) -> None:
+        requests = [request(str(length), num_tokens=length, priority=-length) for length in lengths]
+        results = await all_at_once(engine, *requests)
+        assert [len(result.token_ids) for result in results] == lengths
+        # Sums of simulated time: what the clock says does not matter.
+        found_s = sum(latency_s * num_steps for _, latency_s, num_steps in engine.step_latencies())
+        assert found_s == pytest.approx(busy_s, rel=0.02)
+
+    play(scenario, step_ms=step_ms, held_token_ms=0.01, prefill_token_ms=1.0, kv_cache_tokens=kv_cache_tokens)

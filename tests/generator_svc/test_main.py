@@ -159,6 +159,26 @@ def test_revokes_are_answered_whatever_they_meet(play: Play) -> None:
     play(scenario)
 
 
+def test_a_sample_that_has_begun_is_not_given_back_to_be_moved(play: Play) -> None:
+    async def scenario(site: Site) -> None:
+        site.engine.max_running = 2
+        async with site.instance():
+            await site.registered()
+            site.assign(0, [0, 1], priority=0)
+            site.assign(0, [2], priority=1)
+            site.assign(9, [3], min_version=9)
+            await site.running("0/0/0", "0/0/1", "0/0/2")
+            site.scheduler.say(revoke_unstarted=[train(0, 0), train(0, 2), train(9, 3)])
+            await until(site, lambda: site.scheduler.revoked() == {"0/0/2", "9/0/3"})
+            await until(site, lambda: site.scheduler.not_revoked() == {"0/0/0"})
+            assert site.engine.aborted == ["0/0/2"]
+            site.engine.end("0/0/0")
+            site.engine.end("0/0/1")
+            assert {rollout.id.sample for rollout in await site.rollouts(2)} == {0, 1}
+
+    play(scenario)
+
+
 def test_weights_change_at_the_boundary_after_they_were_fetched_ahead(play: Play) -> None:
     async def scenario(site: Site) -> None:
         async with site.instance():

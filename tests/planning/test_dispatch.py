@@ -1,12 +1,18 @@
 """Plans: complete, in order, balanced."""
 
+import random
 from collections import Counter
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.planning.dispatch import PIECES_PER_INSTANCE, POLICIES, InstanceLoad, Piece, cut, plan
+from streamrl.planning.forecast import LEVELS
+from streamrl.planning.profile import InstanceProfile, TokenLatency
+from streamrl.planning.skewness import Objective, plan_by_skewness
 
 _PIECES = st.lists(st.tuples(st.integers(1, 16), st.integers(1, 2000)), max_size=60).map(
     lambda sizes: [Piece(group, tuple(range(count)), tokens) for group, (count, tokens) in enumerate(sizes)]
@@ -38,7 +44,7 @@ def test_the_same_arguments_give_the_same_plan_in_whatever_order_instances_are_n
     assert plan(policy, pieces, instances, seed=seed) == plan(policy, pieces, instances[::-1], seed=seed)
 
 
-@given(st.sampled_from(sorted(name for name, policy in POLICIES.items() if policy.longest_first)), _PIECES, _INSTANCES)
+@given(st.sampled_from(["longest_first", "makespan", "round_robin"]), _PIECES, _INSTANCES)
 def test_an_instance_starts_with_its_longest(policy: str, pieces: list[Piece], instances: list[InstanceLoad]) -> None:
     for share in plan(policy, pieces, instances).values():
         lengths = [piece.expected_tokens for piece in share]
@@ -76,7 +82,7 @@ def test_longest_first_does_not_give_the_longest_to_a_small_instance_that_is_idl
     assert list(shares) == ["large"]
 
 
-@pytest.mark.parametrize("policy", ["longest_first", "round_robin"])
+@pytest.mark.parametrize("policy", ["longest_first", "makespan", "round_robin"])
 def test_new_work_goes_first_to_the_instance_that_has_least(policy: str) -> None:
     shares = plan(policy, [Piece(0, (0,), 10)], [InstanceLoad("a", 8, outstanding_tokens=90), InstanceLoad("b", 8, 0)])
     assert list(shares) == ["b"]
@@ -111,10 +117,84 @@ def test_one_group_is_spread_evenly_over_the_fleet() -> None:
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="'fifo' is unknown: expected one of longest_first, random, round_robin"):
+    with pytest.raises(ValueError, match="'fifo' is unknown: expected one of longest_first, makespan, paper"):
         plan("fifo", [], [InstanceLoad("a", 1)])
 
 
 def test_a_plan_needs_an_instance() -> None:
     with pytest.raises(ValueError, match="at least one instance"):
         plan("longest_first", [], [])
+
+
+_PTL = TokenLatency({1: 1.0, 2: 1.1, 4: 1.3, 8: 2.0})
+
+
+def _load(name: str, latency: TokenLatency = _PTL, **other: Any) -> InstanceLoad:
+    return InstanceLoad(name, 8, profile=InstanceProfile(latency, 8, **other))
+
+
+def test_makespan_gives_the_longest_answer_an_instance_of_its_own() -> None:
+    pieces = [Piece(0, (0,), 10_000)] + [Piece(group, (0,), 200) for group in range(1, 15)]
+    one = _load("a")
+    shares = plan("makespan", pieces, [one, replace(one, name="b"), replace(one, name="c")])
+    assert [0] in [[piece.group for piece in share] for share in shares.values()]
+
+
+def test_makespan_gives_the_longest_answer_to_the_fastest_instance() -> None:
+    pieces = [Piece(0, (0,), 10_000)] + [Piece(group, (0,), 200) for group in range(1, 15)]
+    slow = TokenLatency({1: 1.5, 8: 3.0})
+    shares = plan("makespan", pieces, [_load("a", slow), _load("b"), _load("c", slow)])
+    assert shares["b"][0].group == 0
+
+
+def test_makespan_keeps_groups_whole_where_cutting_them_spares_nothing() -> None:
+    pieces = [Piece(group, tuple(range(8)), 100) for group in range(4)]
+    one = _load("a")
+    shares = plan("makespan", pieces, [one, replace(one, name="b")])
+    assert all(len(piece.samples) == 8 for share in shares.values() for piece in share)
+
+
+def test_makespan_cuts_a_group_that_would_keep_others_idle() -> None:
+    one = _load("a")
+    shares = plan("makespan", [Piece(0, tuple(range(8)), 100)], [one, replace(one, name="b")])
+    assert sorted(len(piece.samples) for share in shares.values() for piece in share) == [4, 4]
+
+
+def test_makespan_cuts_no_group_whose_prompt_costs_more_to_compute_again() -> None:
+    one = _load("a", prefill_token_s=1.0)
+    piece = Piece(0, tuple(range(8)), 100, prompt_tokens=10_000)
+    assert sum(map(len, plan("makespan", [piece], [one, replace(one, name="b")]).values())) == 1
+
+
+def test_a_hundred_thousand_prompts_are_planned_over_a_thousand_instances() -> None:
+    generator = random.Random(1)
+    pieces = []
+    for group in range(100_000):
+        mean = generator.lognormvariate(8, 1)
+        pieces.append(Piece(group, (0,), round(mean), tuple(mean * (0.5 + level) for level in LEVELS)))
+    one = _load("0")
+    shares = plan("makespan", pieces, [replace(one, name=str(name)) for name in range(1000)])
+    assert sorted(piece.group for share in shares.values() for piece in share) == list(range(100_000))
+
+
+def test_the_papers_policies_are_algorithm_2() -> None:
+    lengths = [5, 50, 7, 9, 40, 3, 8, 6, 30, 4]
+    instances = [_load(name) for name in "abc"]
+    for policy, objective in (("paper", "sum"), ("paper_max", "max")):
+        shares = plan(
+            policy,
+            [Piece(group, (0,), tokens) for group, tokens in enumerate(lengths)],
+            instances,
+            length_p50=6,
+            length_p90=45,
+        )
+        found = plan_by_skewness(
+            lengths,
+            3,
+            token_latency=_PTL,
+            max_batch=8,
+            length_p50=6,
+            length_p90=45,
+            objective=cast(Objective, objective),
+        )
+        assert [[piece.group for piece in shares[name]] for name in "abc"] == found.instances

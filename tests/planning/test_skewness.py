@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.planning.skewness import Objective, TokenLatency, instance_latency_s, plan_by_skewness
+from streamrl.planning.profile import TokenLatency
+from streamrl.planning.skewness import Objective, instance_latency_s, plan_by_skewness
 
 PTL = TokenLatency(
     {

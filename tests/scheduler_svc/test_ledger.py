@@ -800,3 +800,79 @@ def test_four_times_the_prompts_take_four_times_the_calls() -> None:
         return calls
 
     assert num_calls(100) < 6 * num_calls(25)
+
+
+def _moves(scene: Scene, name: str) -> list[SampleKey]:
+    answer = scene.ledger.answer(name, scene.incarnations[name])
+    return [SampleKey.from_proto(sample_id) for sample_id in answer.revoke_unstarted]
+
+
+def _crowded_and_idle() -> Scene:
+    """Twelve samples at generator-0, which runs four at a time, and an instance with four places that came later."""
+    scene = Scene(num_instances=1)
+    scene.report(complete=True)
+    scene.version(0)
+    scene.register("generator-0", max_running=4)
+    scene.batch(0, num_groups=6, num_samples=2)
+    assert len(_samples(scene.advance())) == 12
+    scene.heartbeat("generator-0", running=4, waiting=8)
+    scene.register("generator-1", max_running=4)
+    return scene
+
+
+def test_what_waits_for_a_place_is_asked_for_when_another_instance_has_places() -> None:
+    scene = _crowded_and_idle()
+    assert scene.advance() == []
+    asked = _moves(scene, "generator-0")
+    assert len(asked) == 4
+    assert _moves(scene, "generator-1") == []
+    assert scene.advance() == []
+    assert _moves(scene, "generator-0") == asked
+    scene.heartbeat("generator-0", running=4, waiting=4, revoked=[key.to_proto() for key in asked])
+    assigned = scene.advance()
+    assert _samples(assigned) == sorted(asked)
+    assert {assignment.incarnation for assignment in assigned} == {scene.incarnations["generator-1"]}
+    assert _moves(scene, "generator-0") == []
+
+
+def test_a_sample_that_has_begun_stays_and_is_not_asked_for_again() -> None:
+    scene = _crowded_and_idle()
+    scene.advance()
+    asked = _moves(scene, "generator-0")
+    scene.heartbeat("generator-0", running=4, waiting=8, not_revoked=[key.to_proto() for key in asked])
+    assert scene.advance() == []
+    again = _moves(scene, "generator-0")
+    assert again
+    assert not set(again) & set(asked)
+
+
+def test_moves_cost_a_sample_none_of_its_dispatches() -> None:
+    scene = _crowded_and_idle()
+    scene.advance()
+    (key, *_) = asked = _moves(scene, "generator-0")
+    scene.heartbeat("generator-0", running=4, waiting=4, revoked=[key.to_proto() for key in asked])
+    scene.advance()
+    sample = scene.ledger.samples.batches[BatchKey(PURPOSE_TRAIN, 0)].sample(key)
+    assert sample is not None
+    assert (sample.dispatch, sample.attempts_used) == (2, 1)
+
+
+@pytest.mark.parametrize("running", [0, 3])
+def test_samples_that_do_not_wait_for_a_place_are_left_alone(running: int) -> None:
+    scene = _crowded_and_idle()
+    scene.heartbeat("generator-0", running=running, waiting=12 - running)
+    scene.advance()
+    assert _moves(scene, "generator-0") == []
+
+
+def test_evaluation_samples_do_not_move() -> None:
+    scene = Scene()
+    scene.report(complete=True)
+    scene.version(0)
+    scene.register("generator-0", max_running=4)
+    scene.batch(0, num_groups=6, num_samples=2, purpose=PURPOSE_EVALUATION)
+    scene.advance()
+    scene.heartbeat("generator-0", running=4, waiting=8)
+    scene.register("generator-1", max_running=4)
+    scene.advance()
+    assert _moves(scene, "generator-0") == []
