@@ -191,6 +191,16 @@ class WeightsSection(Section):
     """How many of the newest versions weights_svc keeps on disk; older ones go when no receiver uses them."""
     chunk_bytes: Annotated[int, Field(ge=4096, le=32 * 1024**2)] = 2 * 1024**2
     """Bulk data travels in chunks of this size."""
+    anchor_every: Annotated[int, Field(ge=0)] = 100
+    """Between sites a version travels as the difference to the one that the other site holds; every so many versions
+    one goes in full. 0: none has to."""
+    max_bytes_per_s: Annotated[float, Field(ge=0)] = 0.0
+    """Most bytes a second that a relay takes from its upstream. 0: as fast as they come."""
+    upstream: Address | None = None
+    """Makes weights_svc a relay: where it takes its versions from. Left out: versions are published to it. Set by
+    `serve weights --site`."""
+    found_at: Address | None = None
+    """Where the receivers of its site find a relay. Left out: where it listens. Set by `serve weights --site`."""
 
 
 class SamplingView(View):

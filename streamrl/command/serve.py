@@ -72,13 +72,21 @@ def check_final(service: str, settings: Settings) -> None:
         address = getattr(settings.rpc, name)
         if address.endswith(":0"):
             problems.append(f"rpc.{name} is {address}: give it a port that the other services can know")
-        elif name != f"{service}_address" and address.rpartition(":")[0] in _ANY_HOST:
+        elif name != f"{service}_address" and _host(address) in _ANY_HOST:
             problems.append(
                 f"rpc.{name} is {address}, where a service may listen but not be found: give its own address, in "
                 "section rpc or in that of the site"
             )
+    upstream = settings.weights.upstream
+    if service == "weights" and upstream is not None and (upstream.endswith(":0") or _host(upstream) in _ANY_HOST):
+        place = f"sites.{settings.run.site}.upstream"
+        problems.append(f"the relay's upstream is {upstream}, where nobody is found: give it in {place}")
     if problems:
         raise ValueError("; ".join(problems))
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0]
 
 
 def _serve_trainer(settings: Settings, folder: RunFolder, instance: str) -> int:
