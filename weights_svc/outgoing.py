@@ -15,7 +15,7 @@ from streamrl.rpc.chunks import FetchedChunk, Stretch, cut, encode_fetch_respons
 from streamrl.v1.weights_pb2 import VersionManifest
 from streamrl.weight_pairs import Pair, pair_tensors
 from weights_svc.arrivals import Arrival
-from weights_svc.store import StoredVersion, VersionReader, batches
+from weights_svc.store import StoredVersion, VersionReader
 
 _BATCH_BYTES = 1024 * 1024
 """Chunks go to a thread together until they are this large: a model may have thousands of tiny tensors."""
@@ -76,23 +76,18 @@ class Outgoing:
             WeightTransferError: the data is damaged on disk.
         """
         loop = asyncio.get_running_loop()
-        coming = batches(self._stretches(first), _BATCH_BYTES)
+        coming = _Coming(self._stretches(first), self._arrival)
         reader = self._open()
         # One thread, so that the files are closed behind the last read, also when the receiver has gone.
         thread = ThreadPoolExecutor(1, thread_name_prefix=f"fetch-{self._stored.weight_version}")
         try:
-            batch = next(coming, None)
-            while batch is not None:
-                await self._wait_for(batch)
-                reading: asyncio.Future[list[Response]] | None = loop.run_in_executor(thread, reader.read, batch)
+            while await coming.wait():
+                reading: asyncio.Future[list[Response]] | None
+                reading = loop.run_in_executor(thread, reader.read, coming.take())
                 while reading is not None:
                     responses = await reading
-                    batch = next(coming, None)
-                    reading = (
-                        loop.run_in_executor(thread, reader.read, batch)
-                        if batch is not None and self._is_here(batch)
-                        else None
-                    )
+                    batch = coming.take()
+                    reading = loop.run_in_executor(thread, reader.read, batch) if batch else None
                     for response in responses:
                         yield response
         finally:
@@ -116,12 +111,37 @@ class Outgoing:
             return stretches
         return (stretch for stretch in stretches if not pairs[stretch.tensor_index].same)
 
-    def _is_here(self, batch: Sequence[Stretch]) -> bool:
-        return self._arrival is None or self._arrival.has(batch[-1].tensor_index)
 
-    async def _wait_for(self, batch: Sequence[Stretch]) -> None:
-        if self._arrival is not None:
-            await self._arrival.wait_for(batch[-1].tensor_index)
+class _Coming:
+    """The stretches that are still to be sent."""
+
+    def __init__(self, stretches: Iterator[Stretch], arrival: Arrival | None) -> None:
+        self._stretches = stretches
+        self._arrival = arrival
+        self._next = next(stretches, None)
+
+    async def wait(self) -> bool:
+        """Waits until one can be sent; False when there are none left.
+
+        Raises:
+            UnavailableError: the rest will not arrive.
+        """
+        if self._next is not None and self._arrival is not None:
+            await self._arrival.wait_for(self._next.tensor_index)
+        return self._next is not None
+
+    def take(self) -> list[Stretch]:
+        """Those that can be sent now, up to `_BATCH_BYTES` or a little more."""
+        batch: list[Stretch] = []
+        batch_bytes = 0
+        while self._next is not None and batch_bytes < _BATCH_BYTES and self._is_here(self._next):
+            batch.append(self._next)
+            batch_bytes += self._next.num_bytes
+            self._next = next(self._stretches, None)
+        return batch
+
+    def _is_here(self, stretch: Stretch) -> bool:
+        return self._arrival is None or self._arrival.has(stretch.tensor_index)
 
 
 def lies_inside(manifest: VersionManifest, first: Position) -> bool:

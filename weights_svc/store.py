@@ -18,7 +18,7 @@ import fcntl
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -331,20 +331,6 @@ class VersionReader:
         if len(data) != stretch.num_bytes:
             raise WeightTransferError(f"{self._stored.path} is cut short at byte {position + len(data)}")
         return data
-
-
-def batches(stretches: Iterator[Stretch], batch_bytes: int) -> Iterator[list[Stretch]]:
-    """Stretches in lists of at least so many bytes each (the last one apart): small tensors are read many at a time."""
-    batch: list[Stretch] = []
-    waiting_bytes = 0
-    for stretch in stretches:
-        batch.append(stretch)
-        waiting_bytes += stretch.num_bytes
-        if waiting_bytes >= batch_bytes:
-            yield batch
-            batch, waiting_bytes = [], 0
-    if batch:
-        yield batch
 
 
 def _replace_sealed(path: Path, content: bytes) -> None:

@@ -156,7 +156,6 @@ class Transfer:
         self, base: StoredVersion | None, incoming: IncomingVersion, arrival: Arrival, thread: ThreadPoolExecutor
     ) -> None:
         """One stream, from where the incoming version stands: one batch is put together while the next is received."""
-        loop = asyncio.get_running_loop()
         request = FetchRequest(
             weight_version=self.weight_version,
             digest=arrival.manifest.digest,
@@ -167,45 +166,21 @@ class Transfer:
         )
         if base is not None:
             request.base_weight_version, request.base_digest = base.weight_version, base.manifest.digest
-        assembly = Assembly(incoming, arrival.stored, base)
-        writing: asyncio.Future[None] | None = None
-
-        async def written() -> None:
-            if writing is not None:
-                before = incoming.next_tensor_index
-                await writing
-                arrival.came(incoming.next_tensor_index)
-                if incoming.next_tensor_index > before:
-                    self._damages = 0
-
-        batch: list[FetchedChunk] = []
-        batch_bytes = 0
+        writer = _Writer(Assembly(incoming, arrival.stored, base), incoming, arrival, thread)
         try:
             async for message in self._upstream.fetch(request):
                 chunk = decode_fetch_response(message)
                 self.bytes_received += len(chunk.data)
                 self._pause_s = _FIRST_PAUSE_S
-                batch.append(chunk)
-                batch_bytes += chunk.stretch.num_bytes
-                pause_s = self._pacer.pause_s(len(message), time.monotonic())
-                # What has come is passed on before the line is given a rest.
-                if batch_bytes >= _BATCH_BYTES or pause_s > 0:
-                    await written()
-                    writing = loop.run_in_executor(thread, assembly.write, batch)
-                    batch, batch_bytes = [], 0
-                if pause_s > 0:
+                if await writer.add(chunk):
+                    self._damages = 0
+                if (pause_s := self._pacer.pause_s(len(message), time.monotonic())) > 0:
                     await asyncio.sleep(pause_s)
-            await written()
-            writing = loop.run_in_executor(thread, assembly.write, batch)
-            await written()
-            writing = loop.run_in_executor(thread, assembly.finish)
-            await written()
+            await writer.finish()
         except ValueError as error:
             raise WeightTransferError(f"{self._upstream.name} sent what does not come next: {error}") from error
         finally:
-            if writing is not None:
-                await asyncio.wait({writing})
-            thread.submit(assembly.close)
+            await writer.close()
 
     async def _first_plan(self) -> NegotiateResponse:
         while True:
@@ -257,6 +232,70 @@ class Transfer:
         logger.info("version=%d: trying again in %.1f s: %s", self.weight_version, self._pause_s, error)
         await asyncio.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+
+
+class _Writer:
+    """Puts chunks together in a thread, as soon as the thread is idle: on a slow line each by itself, on a fast one
+    many at a time. Belongs to one event loop."""
+
+    def __init__(
+        self, assembly: Assembly, incoming: IncomingVersion, arrival: Arrival, thread: ThreadPoolExecutor
+    ) -> None:
+        self._assembly = assembly
+        self._incoming = incoming
+        self._arrival = arrival
+        self._thread = thread
+        self._first_tensor_index = incoming.next_tensor_index
+        self._batch: list[FetchedChunk] = []
+        self._batch_bytes = 0
+        self._writing: asyncio.Task[None] | None = None
+
+    async def add(self, chunk: FetchedChunk) -> bool:
+        """Takes a chunk; waits while too much is waiting already.
+
+        Returns:
+            Whether a tensor has come whole since the stream began.
+
+        Raises:
+            ValueError, WeightTransferError: an earlier one was wrong.
+        """
+        self._batch.append(chunk)
+        self._batch_bytes += chunk.stretch.num_bytes
+        if self._batch_bytes >= _BATCH_BYTES or (self._writing is not None and self._writing.done()):
+            await self._written()
+        if self._writing is None:
+            self._writing = asyncio.create_task(self._write())
+        return self._arrival.has(self._first_tensor_index)
+
+    async def finish(self) -> None:
+        """Everything has come.
+
+        Raises:
+            ValueError, WeightTransferError: something of it was wrong.
+        """
+        await self._written()
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._assembly.finish)
+        self._arrival.came(self._incoming.next_tensor_index)
+
+    async def close(self) -> None:
+        """What is being written is written, the rest is dropped."""
+        self._batch = []
+        if self._writing is not None:
+            await asyncio.gather(self._writing, return_exceptions=True)
+        self._thread.submit(self._assembly.close)
+
+    async def _written(self) -> None:
+        """Waits until nothing is waiting or being written."""
+        if self._writing is not None:
+            await self._writing
+            self._writing = None
+        await self._write()
+
+    async def _write(self) -> None:
+        while self._batch:
+            batch, self._batch, self._batch_bytes = self._batch, [], 0
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._assembly.write, batch)
+            self._arrival.came(self._incoming.next_tensor_index)
 
 
 def nearest_version(store: VersionStore, weight_version: int) -> StoredVersion | None:
