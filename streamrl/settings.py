@@ -148,6 +148,10 @@ class RpcSection(Section):
     """Where weights_svc listens, and where the others find it."""
     generator_address: Address = "127.0.0.1:0"
     """Where a generator listens, for status and control."""
+    trust: Path | None = None
+    """Folder with the certificates and tokens that the services know each other by, as `streamrl certs` makes it: every
+    call then goes over TLS with certificates on both sides, carries the token of its caller's role, and only a trainer
+    may publish weights. Left out: plaintext, for loopback and networks of the run's own."""
     deadline_s: PositiveFloat = 20.0
     """Deadline of a call that moves no bulk data."""
     patience_s: PositiveFloat = 120.0
