@@ -56,9 +56,9 @@ class DeltaCodec:
             item_bytes: size of the dtype's items: 1, 2, 4 or 8. Any other than the true one costs bytes, not exactness.
         """
         old, new = _items(base, item_bytes), _items(target, item_bytes)
-        places = np.flatnonzero(old != new)
-        if len(places) <= _SPARSE_SHARE * len(new):
-            encoding, data = CHUNK_ENCODING_SPARSE_DELTA, self._encode_sparse(places, old, new)
+        changed = old != new
+        if np.count_nonzero(changed) <= _SPARSE_SHARE * len(new):
+            encoding, data = CHUNK_ENCODING_SPARSE_DELTA, self._encode_sparse(np.flatnonzero(changed), old, new)
         else:
             encoding, data = CHUNK_ENCODING_DENSE_DELTA, self._encode_dense(old, new)
         return (encoding, data) if len(data) < len(target) else (CHUNK_ENCODING_UNSPECIFIED, target)
@@ -167,11 +167,9 @@ def _undo_zigzag(old: _Items, difference: _Items) -> _Items:
     return old + ((difference >> 1) ^ sign.view(old.dtype))
 
 
-def _planes(items: _Items) -> list[_Bytes]:
-    """The lowest bytes of all items, then the next, and so on."""
-    if items.itemsize == 1:
-        return [items.view(np.uint8)]
-    return [(items >> (8 * place)).astype(np.uint8) for place in range(items.itemsize)]
+def _planes(items: _Items) -> _Bytes:
+    """[item size, items]: the lowest bytes of all items, then the next, and so on."""
+    return np.ascontiguousarray(items.view(np.uint8).reshape(-1, items.itemsize).T)
 
 
 def _from_planes(planes: _Bytes, dtype: "np.dtype[np.unsignedinteger]") -> _Items:

@@ -21,6 +21,7 @@ from streamrl.digest import bytes_digest
 from streamrl.rpc.trust import ROLES, SERVER_NAME
 
 _CLOCK_SKEW = timedelta(minutes=5)
+_LONGEST_DAYS = 3650
 
 
 class Authority:
@@ -77,6 +78,8 @@ def certs(arguments: Namespace) -> int:
         ValueError: the folder has certificates already, or cannot be written.
     """
     folder: Path = arguments.folder
+    if not 0 < arguments.days <= _LONGEST_DAYS:
+        raise ValueError(f"--days is {arguments.days:g}: expected more than 0, and {_LONGEST_DAYS} at most")
     make_trust(folder, days=arguments.days)
     if arguments.json:
         write_json({"status": "completed", "folder": str(folder), "roles": list(ROLES), "days": arguments.days})
