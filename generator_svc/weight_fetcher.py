@@ -1,7 +1,8 @@
 """Fetches one weight version from weights_svc into host memory, every tensor checked against its digest.
 
-A broken stream goes on from the last chunk that arrived whole. This is the blocking half, for a thread of its own;
-prefetcher.py keeps it beside generation.
+A broken stream goes on from the last chunk that arrived whole; a tensor that arrived damaged is fetched again; a source
+that the service points to and that does not answer is left for another. This is the blocking half, for a thread of its
+own; prefetcher.py keeps it beside generation.
 """
 
 import logging
@@ -16,7 +17,7 @@ import grpc
 
 from generator_svc.version_buffer import VersionBuffer
 from streamrl.digest import new_digest, version_digest
-from streamrl.errors import RefusedError, UnavailableError, WeightTransferError
+from streamrl.errors import RefusedError, StreamRLError, UnavailableError, WeightTransferError
 from streamrl.rpc.channel import open_channel
 from streamrl.rpc.errors import peer_errors
 from streamrl.v1.weights_pb2 import (
@@ -38,6 +39,8 @@ _NEGOTIATE_DEADLINE_S = 20.0
 _STREAM_DEADLINE_S = 60.0
 """A stream that is still moving then goes on with the next call; one that hangs is found out."""
 _RETRY_WAIT_S = 0.5
+_MAX_DAMAGES = 3
+"""So often tensors may arrive damaged before the version is given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,8 @@ class WeightFetch:
         self._source = source
         self._manifest = manifest
         self._cancelled = threading.Event()
+        self._damages = 0
+        self._unreachable: list[str] = []
         self._call: Any = None  # the one that is open
 
     def cancel(self) -> None:
@@ -101,6 +106,12 @@ class WeightFetch:
                     self._stream(assembly, patience)
                 except UnavailableError as error:
                     patience.wait_after(error)
+                except _DamagedTensorError as error:
+                    self._damages += 1
+                    if self._damages > _MAX_DAMAGES:
+                        raise
+                    assembly.take_tensor_again()
+                    patience.wait_after(error)
                 except RefusedError as error:
                     raise WeightTransferError(f"version {version} cannot be fetched: {error}") from error
         except BaseException:
@@ -114,6 +125,14 @@ class WeightFetch:
         """Negotiates, and streams from where the assembly stands until it is complete or the stream breaks."""
         plan = self._negotiate()
         address = plan.source_address or self._source.address
+        try:
+            self._stream_from(address, plan, assembly, patience)
+        except UnavailableError:
+            if plan.source_address:
+                self._unreachable.append(plan.source_address)
+            raise
+
+    def _stream_from(self, address: str, plan: NegotiateResponse, assembly: "_Assembly", patience: "_Patience") -> None:
         with open_channel(address) as channel, peer_errors(f"weights_svc at {address}"):
             stream = WeightsServiceStub(channel).Fetch(
                 FetchRequest(
@@ -124,6 +143,7 @@ class WeightFetch:
                     first_tensor_index=assembly.tensor_index,
                     first_offset=assembly.offset,
                     digest=self._manifest.digest,
+                    verify_first=self._damages > 0,
                 ),
                 timeout=_STREAM_DEADLINE_S,
             )
@@ -143,6 +163,7 @@ class WeightFetch:
             site=source.site,
             formats=[TRANSFER_FORMAT_FULL],
             exact_weight_version=self._manifest.weight_version,
+            unreachable_addresses=self._unreachable,
         )
         with open_channel(source.address) as channel, peer_errors(f"weights_svc at {source.address}"):
             answer = WeightsServiceStub(channel).Negotiate.future(request, timeout=_NEGOTIATE_DEADLINE_S)
@@ -167,6 +188,10 @@ class WeightFetch:
             call.cancel()
 
 
+class _DamagedTensorError(WeightTransferError):
+    """A tensor arrived with another digest than it should have."""
+
+
 class _Assembly:
     """Puts chunks, which come in order, into the buffer, and knows which byte comes next."""
 
@@ -185,7 +210,8 @@ class _Assembly:
     def add(self, chunk: TensorChunk) -> None:
         """
         Raises:
-            WeightTransferError: not the chunk that comes next, or it completes a tensor whose digest disagrees.
+            WeightTransferError: not the chunk that comes next, or it completes a tensor whose digest disagrees
+                (_DamagedTensorError).
         """
         data = chunk.data
         if (
@@ -202,12 +228,17 @@ class _Assembly:
         self.offset += len(data)
         self._end_tensors()
 
+    def take_tensor_again(self) -> None:
+        """The current tensor comes anew, from its beginning."""
+        self.offset = 0
+        self._digest = new_digest()
+
     def _end_tensors(self) -> None:
         """Closes the current tensor when it is full, and empty ones behind it."""
         while not self.complete and self.offset == self._tensors[self.tensor_index].num_bytes:
             expected = self._tensors[self.tensor_index]
             if self._digest.hexdigest() != expected.digest:
-                raise WeightTransferError(
+                raise _DamagedTensorError(
                     f"{expected.name} arrived with digest {self._digest.hexdigest()} instead of {expected.digest}"
                 )
             self.tensor_index += 1
@@ -227,7 +258,7 @@ class _Patience:
         """Something arrived."""
         self._last_progress = time.monotonic()
 
-    def wait_after(self, error: UnavailableError) -> None:
+    def wait_after(self, error: StreamRLError) -> None:
         """Waits before the next try.
 
         Raises:

@@ -5,6 +5,8 @@ import socket
 import threading
 from collections.abc import Iterator
 
+_BLOCK_BYTES = 4096
+
 
 class Line:
     """Forwards connections to an address. What flows back from there can be held after some bytes."""
@@ -20,6 +22,8 @@ class Line:
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self.num_bytes = 0
         """Came back so far."""
+        self.flips = 0
+        """So many of the next blocks come back with one bit changed."""
         threading.Thread(target=self._accept, daemon=True).start()
 
     def hold_after(self, num_bytes: float) -> None:
@@ -79,11 +83,14 @@ class Line:
 
     def _pump(self, source: socket.socket, sink: socket.socket, back: bool) -> None:
         with contextlib.suppress(OSError):
-            while data := source.recv(4096):
+            while data := source.recv(_BLOCK_BYTES):
                 if back:
                     with self._lock:
                         self._lock.wait_for(lambda: self.num_bytes < self._may_pass)
                         self.num_bytes += len(data)
+                        if self.flips > 0 and len(data) == _BLOCK_BYTES:
+                            self.flips -= 1
+                            data = data[:2000] + bytes([data[2000] ^ 16]) + data[2001:]
                         self._lock.notify_all()
                 sink.sendall(data)
         for end in (source, sink):

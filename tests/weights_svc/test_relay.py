@@ -2,12 +2,14 @@
 
 import contextlib
 import random
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
 import pytest
 
+from streamrl.digest import bytes_digest
 from streamrl.v1.weights_pb2 import TRANSFER_FORMAT_DELTA, TRANSFER_FORMAT_FULL, ModelFile
 from tests.weights_svc.running_service import RunningService, wait_until
 from tests.weights_svc.stubborn_line import Line
@@ -181,6 +183,63 @@ def test_a_version_that_is_damaged_on_the_relays_disk_comes_again(origin, start_
     with contextlib.suppress(grpc.RpcError):
         list(relay.fetch(0, digest, verify_first=True))
     assert_holds(relay, 0)
+
+
+def test_a_bit_that_is_flipped_on_the_line_is_told_and_healed(origin, line, start_relay):
+    publish(origin, 0, weights(0, 50_000))
+    line.flips = 1
+    relay = start_relay()
+    assert_holds(relay, 0, 50_000)
+    assert line.flips == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_hundred_versions_come_out_as_they_were_published_whatever_breaks(origin, line, start_relay):
+    """Lines that break and flip bits, relays that restart or join late, bits flipped on their disks."""
+    chance = random.Random(7)
+    relays = [start_relay("west"), start_relay("east")]
+    relays.append(start_relay("far-west", upstream=relays[0].address))
+    for version in range(200):
+        publish(origin, version, weights(version))
+        for relay in relays:
+            match chance.randrange(12):
+                case 0:
+                    line.break_now()
+                    line.mend()
+                case 1:
+                    line.flips = 1
+                case 2:
+                    relay.stop()
+                    relay.start()
+                case 3 if held := relay.versions():
+                    with contextlib.suppress(FileNotFoundError, ValueError):
+                        flip_a_bit(relay, chance.choice(held), -chance.randrange(1, 6000))
+                case 4 if version % 50 == 7:
+                    relays.append(start_relay(f"late-{version}", upstream=chance.choice(relays).address))
+        if chance.random() < 0.5:
+            receiver = chance.choice(relays)
+            wait_until(lambda newest=version, receiver=receiver: _newest(receiver) == newest)
+            assert fetched_patiently(receiver, version) == weights(version)
+    for relay in relays:
+        wait_until(lambda relay=relay: _newest(relay) == 199)
+        assert fetched_patiently(relay, 199) == weights(199)
+
+
+def fetched_patiently(service: RunningService, version: int) -> list[bytes]:
+    """As an instance does: every tensor against its digest, and again when one disagrees."""
+    suspicious = False
+    for _ in range(20):
+        with contextlib.suppress(grpc.RpcError):
+            manifest = service.negotiate(exact_weight_version=version).manifest
+            data = [bytearray() for _ in manifest.tensors]
+            for chunk in service.fetch(version, manifest.digest, verify_first=suspicious):
+                data[chunk.tensor_index] += chunk.data
+            if [bytes_digest(bytes(tensor)) for tensor in data] == [t.digest for t in manifest.tensors]:
+                return [bytes(tensor) for tensor in data]
+            suspicious = True
+        time.sleep(0.1)
+    raise AssertionError(f"version {version} cannot be had")
 
 
 def test_a_version_that_the_relay_does_not_hold_is_brought_when_it_is_asked_for(origin, start_relay):
