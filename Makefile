@@ -7,10 +7,11 @@ INSTALL := $(PYTHON) tools/install.py $(if $(GPU),--gpu)
 LOCKS := tools/install.py pyproject.toml $(if $(GPU),requirements/gpu.txt,requirements/cpu.txt)
 # A Kafka download for the tests that need Apache Kafka; they are skipped where there is none.
 KAFKA_HOME ?= $(wildcard ../shared/kafka)
-export KAFKA_HOME
+# Whole paths: tests start commands in folders of their own.
+export KAFKA_HOME := $(abspath $(KAFKA_HOME))
 # The Compose specification's schema and Strimzi's resource definitions, for the checks of deploy/; likewise.
 SCHEMAS_HOME ?= $(wildcard ../shared/schemas)
-export SCHEMAS_HOME
+export SCHEMAS_HOME := $(abspath $(SCHEMAS_HOME))
 
 .PHONY: install demo smollm2 test test-slow test-images check format stubs bench lock docs clean
 
@@ -37,7 +38,7 @@ $(BIN)/kubectl: tools/fetch_kubectl.py | $(VENV)/.installed-dev
 	-$(BIN)/python tools/fetch_kubectl.py $@
 
 test: $(VENV)/.installed-dev $(BIN)/kubectl
-	$(BIN)/pytest --numprocesses 2 --dist loadfile --durations 25 -m "not engine and not slow and not gpu"
+	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 25 -m "not engine and not slow and not gpu"
 	$(BIN)/pytest --durations 10 -m "engine and not slow and not gpu"
 
 test-slow: $(VENV)/.installed-dev

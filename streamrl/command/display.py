@@ -181,3 +181,8 @@ def show_summary(summary: dict[str, Any]) -> None:
 def error_console() -> Console:
     """Standard error for people. Off a terminal, lines are better whole than wrapped."""
     return Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else _FILE_WIDTH)
+
+
+def output_console() -> Console:
+    """Standard output for people, likewise."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _FILE_WIDTH)

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
-from rich.console import Console
 from rich.table import Table
 
 from streamrl.command.apache_kafka import KafkaDownload, find_java
 from streamrl.command.broker import broker_binary
+from streamrl.command.display import output_console
 from streamrl.command.report import EXIT_COMPLETED, EXIT_FAILED, write_json
 
 _PYTHON = (3, 11)
@@ -194,11 +194,14 @@ def _run_tool(command: list[str]) -> str:
 
 def _show(findings: list[Finding], missing: list[str]) -> None:
     table = Table(box=None, padding=(0, 2), show_header=False)
+    for _ in range(4):
+        # A path that is cut is of no use.
+        table.add_column(overflow="fold")
     for finding in findings:
         mark = "[green]ok[/]" if finding.ok else "[red]missing[/]" if finding.required else "[yellow]note[/]"
         table.add_row(mark, finding.name, finding.found, finding.remedy)
-    console = Console(highlight=False)
-    console.print(table, width=None if console.is_terminal else 160)
+    console = output_console()
+    console.print(table)
     console.print(
         f"Required and missing: {', '.join(missing)}." if missing else "Everything that is required is there."
     )

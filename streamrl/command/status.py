@@ -9,9 +9,8 @@ from datetime import datetime
 from typing import Any
 
 from pydantic import ValidationError
-from rich.console import Console
 
-from streamrl.command.display import LiveDisplay, error_console, run_table, show_summary
+from streamrl.command.display import LiveDisplay, error_console, output_console, run_table, show_summary
 from streamrl.command.figures import duration
 from streamrl.command.observer import Observation, Observer
 from streamrl.command.report import EXIT_COMPLETED, write_error, write_json
@@ -100,7 +99,7 @@ def status_report(record: RunRecord, observation: Observation, summary: dict[str
 
 
 def _show(folder: RunFolder, record: RunRecord, observation: Observation, num_generators: int) -> None:
-    console = Console(highlight=False)
+    console = output_console()
     if record.state == "running":
         console.print(f"run {record.run_id}: running (pid {record.process.pid})")
         console.print(run_table(observation, num_generators, _age_s(record)))

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient
-from rich.console import Console
 from rich.table import Table
 
+from streamrl.command.display import output_console
 from streamrl.command.report import EXIT_COMPLETED, write_error, write_json
 from streamrl.command.resolve import resolve, resolve_again
 from streamrl.command.settings import Settings
@@ -154,4 +154,4 @@ def _show(states: list[TopicState]) -> None:
         table.add_column(column, justify="right")
     for state in states:
         table.add_row(state.topic, str(state.partitions), str(state.replicas), str(state.records))
-    Console().print(table)
+    output_console().print(table)

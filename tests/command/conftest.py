@@ -23,6 +23,7 @@ class Place:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._mark = uuid.uuid4().hex
+        self._started: list[subprocess.Popen[str]] = []
         for service in ("trainer", "generator", "scheduler", "weights"):
             package = folder / f"{service}_svc"
             package.mkdir()
@@ -42,7 +43,7 @@ class Place:
         """Starts `streamrl ARGUMENTS`, with the stand-ins' behaviour by instance."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("STREAMRL_")}
         marked = {_MARK: self._mark, "STUB": json.dumps(stub or {}), **environment}
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-P", "-m", "streamrl.command.main", *arguments],
             cwd=self.folder,
             env=inherited | marked,
@@ -50,6 +51,8 @@ class Place:
             stderr=subprocess.PIPE,
             text=True,
         )
+        self._started.append(process)
+        return process
 
     def start_run(self, *arguments: str, stub: dict[str, Any] | None = None) -> "subprocess.Popen[str]":
         """Starts `streamrl run job.toml --json` as run "r"."""
@@ -77,9 +80,13 @@ class Place:
             time.sleep(0.05)
 
     def _state(self) -> str:
-        """What the run's record and its services' last lines say, for whoever reads of a failed test."""
+        """What the commands said, the run's record and its services' last lines, for whoever reads of a failed test."""
+        said = []
+        for process in self._started:
+            process.kill()
+            said += process.communicate()
         files = [self.run_folder / "run.json", *sorted(self.run_folder.glob("**/*.log"))]
-        return "\n".join(f"{file.name}: {file.read_text()[-2000:]}" for file in files if file.exists())
+        return "\n".join([*said, *(f"{file.name}: {file.read_text()[-2000:]}" for file in files if file.exists())])
 
     def processes(self) -> list[psutil.Process]:
         """Everything that was started from here and lives, the command itself included."""

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.run_status import status_of
+
 pytestmark = pytest.mark.timeout(120)
 
 SLOW_RUN: dict[str, Any] = {"trainer": {"iteration_s": 0.2}}
@@ -19,11 +21,9 @@ HELD_RUN: dict[str, Any] = {"trainer": {"holds_after": 2}}
 
 def _training(place: Any) -> bool:
     """Whether both generators have registered and the trainer trains, as `streamrl status` sees it."""
-    if not (place.run_folder / "run.json").exists():
-        return False
-    status = place.call("status", "r", "--json").result
-    versions = [service["weight_version"] for service in status["services"] if service["service"] == "generator"]
-    return status["iteration"] is not None and status["iteration"] > 0 and versions == [1, 1]
+    status = status_of(place.run_folder)
+    versions = [one["weight_version"] for one in status.get("services", []) if one["service"] == "generator"]
+    return (status.get("iteration") or 0) > 0 and versions == [1, 1]
 
 
 def _wait_until_training(place: Any) -> None:

@@ -7,12 +7,16 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+
+from streamrl.settings import KafkaSection
+from tests.run_status import status_of
 
 LAPTOP = Path(__file__).parents[2] / "examples" / "laptop.toml"
 
@@ -46,12 +50,7 @@ class Run:
 
     def status(self) -> dict[str, Any]:
         """What `streamrl status --json` says now; empty while there is nothing to say."""
-        done = subprocess.run(
-            [sys.executable, "-m", "streamrl.command.main", "status", str(self.folder), "--json"],
-            capture_output=True,
-            text=True,
-        )
-        return json.loads(done.stdout) if done.returncode == 0 else {}
+        return status_of(self.folder)
 
     def wait_until(self, condition: Callable[[], Any], timeout_s: float = 180) -> Any:
         """Waits for something true while the run lives, and returns it."""
@@ -145,6 +144,23 @@ def start_run(tmp_path: Path) -> Iterator[StartRun]:
     yield start
     for run in runs:
         run.close()
+
+
+@pytest.fixture(params=["embedded", pytest.param("apache", marks=[pytest.mark.kafka, pytest.mark.slow])])
+def broker(request: pytest.FixtureRequest) -> KafkaSection | None:
+    """The cluster that runs use; None: each starts the embedded broker, which its topics do not outlive."""
+    if request.param == "embedded":
+        return None
+    settings: KafkaSection = request.getfixturevalue("apache_kafka_settings")
+    return settings
+
+
+@pytest.fixture
+def cluster(broker: KafkaSection | None) -> dict[str, Any]:
+    """Settings of a run on that cluster, under a name that no other run has there."""
+    if broker is None:
+        return {}
+    return {"kafka.bootstrap_servers": broker.bootstrap_servers, "run.id": f"e2e-{uuid.uuid4().hex[:8]}"}
 
 
 @pytest.fixture

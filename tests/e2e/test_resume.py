@@ -43,15 +43,6 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(params=["embedded", pytest.param("apache", marks=[pytest.mark.kafka, pytest.mark.slow])])
-def broker(request: pytest.FixtureRequest) -> KafkaSection | None:
-    """The cluster that runs use; None: each starts the embedded broker, which its topics do not outlive."""
-    if request.param == "embedded":
-        return None
-    settings: KafkaSection = request.getfixturevalue("apache_kafka_settings")
-    return settings
-
-
 # Of ten moments at which a run is killed, one is for every day.
 @pytest.mark.parametrize(
     "seed", [3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 1, 2, 4, 5, 6, 7, 8, 9))]

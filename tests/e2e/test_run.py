@@ -15,9 +15,9 @@ AddsUp = Callable[[dict[str, Any]], None]
 
 
 def test_async_training_learns_within_its_staleness_bound_and_is_tracked(
-    start_run: Callable[..., Any], assert_adds_up: AddsUp
+    start_run: Callable[..., Any], assert_adds_up: AddsUp, cluster: dict[str, Any]
 ) -> None:
-    run = start_run({"trainer.num_iterations": 12, "eval.every": 0})
+    run = start_run({**cluster, "trainer.num_iterations": 12, "eval.every": 0})
     summary = run.finish()
     assert run.process.returncode == 0, run.log()
     assert_adds_up(summary)
@@ -46,12 +46,13 @@ def test_async_training_learns_within_its_staleness_bound_and_is_tracked(
 
 
 def test_a_killed_engine_worker_loses_nothing_and_trainer_and_generator_agree(
-    start_run: Callable[..., Any], assert_adds_up: AddsUp
+    start_run: Callable[..., Any], assert_adds_up: AddsUp, cluster: dict[str, Any]
 ) -> None:
     run = start_run(
         {
+            **cluster,
             "pipeline.mode": "sync",
-            "trainer.num_iterations": 3,
+            "trainer.num_iterations": 2,
             "eval.every": 0,
             "eval.num_prompts": 64,
             "scheduler.lease_s": 4,
@@ -74,7 +75,7 @@ def test_a_killed_engine_worker_loses_nothing_and_trainer_and_generator_agree(
     summary = run.finish()
     assert run.process.returncode == 0, run.log()
     assert_adds_up(summary)
-    assert summary["rollouts"]["trained"] == 3 * 32 * 8
+    assert summary["rollouts"]["trained"] == 2 * 32 * 8
     assert summary["rollouts"]["redispatched"] > 0
     assert summary["staleness_max"] == 0
     assert run.left_behind() == []

@@ -28,9 +28,9 @@ BATCH = 8 * 4
 
 @pytest.mark.parametrize(("mode", "staleness_max"), [("sync", 0), ("async", 1), ("colocated", 0)])
 def test_every_mode_trains_each_sample_once(
-    start_run: Callable[..., Any], assert_adds_up: AddsUp, mode: str, staleness_max: int
+    start_run: Callable[..., Any], assert_adds_up: AddsUp, cluster: dict[str, Any], mode: str, staleness_max: int
 ) -> None:
-    run = start_run({**FAKE, "pipeline.mode": mode, "trainer.num_iterations": 4})
+    run = start_run({**FAKE, **cluster, "pipeline.mode": mode, "trainer.num_iterations": 4})
     summary = run.finish()
     assert run.process.returncode == 0, run.log()
     assert_adds_up(summary)
@@ -62,12 +62,13 @@ def test_staleness_stays_within_its_bound_when_services_stall_at_random(
 
 
 def test_a_killed_generator_is_replaced_and_its_samples_are_generated_by_others(
-    start_run: Callable[..., Any], assert_adds_up: AddsUp
+    start_run: Callable[..., Any], assert_adds_up: AddsUp, cluster: dict[str, Any]
 ) -> None:
     run = start_run(
         {
             **FAKE,
-            "trainer.num_iterations": 8,
+            **cluster,
+            "trainer.num_iterations": 5,
             "generator.fake_step_ms": {"1": 20.0},
             "generator.max_running": 4,
             "scheduler.lease_s": 3,
@@ -79,7 +80,7 @@ def test_a_killed_generator_is_replaced_and_its_samples_are_generated_by_others(
     summary = run.finish()
     assert run.process.returncode == 0, run.log()
     assert_adds_up(summary)
-    assert summary["rollouts"]["trained"] == 8 * BATCH
+    assert summary["rollouts"]["trained"] == 5 * BATCH
     assert summary["rollouts"]["redispatched"] > 0
     assert run.left_behind() == []
 
@@ -123,7 +124,7 @@ def test_a_run_of_which_no_sample_can_be_scored_fails_with_the_reason(
 
 def test_a_waiting_fleet_uses_no_cpu(start_run: Callable[..., Any]) -> None:
     """Everything waits for a generator that is suspended; less than 2 % of a core each."""
-    run = start_run({**FAKE, "generator.num_instances": 1, "scheduler.lease_s": 60, "trainer.num_iterations": 10_000})
+    run = start_run({**FAKE, "generator.num_instances": 1, "scheduler.lease_s": 20, "trainer.num_iterations": 10_000})
     run.wait_for_iteration(1)
     names = ("trainer", "scheduler", "weights")
     services = {name: run.service(name) for name in names}

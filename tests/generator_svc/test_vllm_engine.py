@@ -382,6 +382,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_an_engine_ends_with_the_process_that_owns_it(published: Any, tmp_path: Path) -> None:
     model = tiny_model(0)
     model.config.save_pretrained(tmp_path)
