@@ -52,7 +52,7 @@ class VersionBuffer:
         """Opens the memory from another process of the same user, as long as this one has not closed it."""
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
-    def write(self, tensor_index: int, offset: int, data: bytes) -> None:
+    def write(self, tensor_index: int, offset: int, data: bytes | memoryview) -> None:
         """Puts data at a byte position inside a tensor; the caller keeps it inside the tensor."""
         first = self._offsets[tensor_index] + offset
         self._view[first : first + len(data)] = data

@@ -19,13 +19,14 @@ from generator_svc.version_buffer import VersionBuffer
 from streamrl.digest import new_digest, version_digest
 from streamrl.errors import RefusedError, StreamRLError, UnavailableError, WeightTransferError
 from streamrl.rpc.channel import open_channel
+from streamrl.rpc.chunks import FetchedChunk, decode_fetch_response
 from streamrl.rpc.errors import peer_errors
 from streamrl.v1.weights_pb2 import (
+    CHUNK_ENCODING_UNSPECIFIED,
     TRANSFER_FORMAT_FULL,
     FetchRequest,
     NegotiateRequest,
     NegotiateResponse,
-    TensorChunk,
     VersionManifest,
 )
 from streamrl.v1.weights_pb2_grpc import WeightsServiceStub
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_FETCH_METHOD = "/streamrl.v1.WeightsService/Fetch"
 _NEGOTIATE_DEADLINE_S = 20.0
 _STREAM_DEADLINE_S = 60.0
 """A stream that is still moving then goes on with the next call; one that hangs is found out."""
@@ -134,7 +136,9 @@ class WeightFetch:
 
     def _stream_from(self, address: str, plan: NegotiateResponse, assembly: "_Assembly", patience: "_Patience") -> None:
         with open_channel(address) as channel, peer_errors(f"weights_svc at {address}"):
-            stream = WeightsServiceStub(channel).Fetch(
+            # Responses come serialised: their data is copied once, into the buffer.
+            fetch = channel.unary_stream(_FETCH_METHOD, FetchRequest.SerializeToString, None)
+            stream = fetch(
                 FetchRequest(
                     run_id=self._source.run_id,
                     receiver=self._source.receiver,
@@ -148,8 +152,8 @@ class WeightFetch:
                 timeout=_STREAM_DEADLINE_S,
             )
             with self._cancellable(stream):
-                for response in stream:
-                    assembly.add(response.chunk)
+                for message in stream:
+                    assembly.add(_plain_chunk(message))
                     patience.renew()
         if not assembly.complete:
             raise UnavailableError(f"weights_svc at {address} ended the stream at tensor {assembly.tensor_index}")
@@ -188,6 +192,20 @@ class WeightFetch:
             call.cancel()
 
 
+def _plain_chunk(message: bytes) -> FetchedChunk:
+    """
+    Raises:
+        WeightTransferError: the message cannot be read, or is in a form that was not asked for.
+    """
+    try:
+        chunk = decode_fetch_response(message)
+    except ValueError as error:
+        raise WeightTransferError(str(error)) from error
+    if chunk.encoding != CHUNK_ENCODING_UNSPECIFIED:
+        raise WeightTransferError("a difference came, and whole tensors were asked for")
+    return chunk
+
+
 class _DamagedTensorError(WeightTransferError):
     """A tensor arrived with another digest than it should have."""
 
@@ -207,20 +225,20 @@ class _Assembly:
     def complete(self) -> bool:
         return self.tensor_index == len(self._tensors)
 
-    def add(self, chunk: TensorChunk) -> None:
+    def add(self, chunk: FetchedChunk) -> None:
         """
         Raises:
             WeightTransferError: not the chunk that comes next, or it completes a tensor whose digest disagrees
                 (_DamagedTensorError).
         """
-        data = chunk.data
+        stretch, data = chunk.stretch, chunk.data
         if (
-            (chunk.tensor_index, chunk.offset) != (self.tensor_index, self.offset)
+            (stretch.tensor_index, stretch.offset) != (self.tensor_index, self.offset)
             or self.complete
             or self.offset + len(data) > self._tensors[self.tensor_index].num_bytes
         ):
             raise WeightTransferError(
-                f"{len(data)} bytes came for tensor {chunk.tensor_index} at {chunk.offset}; "
+                f"{len(data)} bytes came for tensor {stretch.tensor_index} at {stretch.offset}; "
                 f"expected tensor {self.tensor_index} at {self.offset}"
             )
         self._buffer.write(self.tensor_index, self.offset, data)
