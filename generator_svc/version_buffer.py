@@ -62,6 +62,15 @@ class VersionBuffer:
         first = self._offsets[tensor_index]
         return self._view[first : first + self.manifest.tensors[tensor_index].num_bytes]
 
+    def share(self) -> "VersionBuffer":
+        """The same memory once more, to be closed by itself. Nobody writes into it any more."""
+        shared = VersionBuffer.__new__(VersionBuffer)
+        shared.manifest, shared._offsets = self.manifest, self._offsets
+        shared._file = os.dup(self._file)
+        shared._memory = mmap.mmap(shared._file, len(self._memory))
+        shared._view = memoryview(shared._memory)
+        return shared
+
     def close(self) -> None:
         """Gives the memory back; what workers have mapped stays with them."""
         if self._file >= 0:

@@ -11,18 +11,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 
+from generator_svc.version_assembly import DamagedTensorError, VersionAssembly
 from generator_svc.version_buffer import VersionBuffer
-from streamrl.digest import new_digest, version_digest
+from streamrl.digest import version_digest
 from streamrl.errors import RefusedError, StreamRLError, UnavailableError, WeightTransferError
 from streamrl.rpc.channel import open_channel
 from streamrl.rpc.chunks import FetchedChunk, decode_fetch_response
 from streamrl.rpc.errors import peer_errors
 from streamrl.v1.weights_pb2 import (
-    CHUNK_ENCODING_UNSPECIFIED,
+    TRANSFER_FORMAT_DELTA,
     TRANSFER_FORMAT_FULL,
     FetchRequest,
     NegotiateRequest,
@@ -30,9 +31,6 @@ from streamrl.v1.weights_pb2 import (
     VersionManifest,
 )
 from streamrl.v1.weights_pb2_grpc import WeightsServiceStub
-
-if TYPE_CHECKING:
-    from blake3 import blake3
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +54,8 @@ class WeightSource:
     receiver: str
     """The instance's name."""
     site: str
+    keep_base: bool = False
+    """Keep the version that was fetched last, and fetch only what differs from it."""
     patience_s: float = 60.0
     """A fetch that receives nothing for this long is given up."""
 
@@ -76,8 +76,13 @@ class FetchedVersion:
 class WeightFetch:
     """One fetch of one version: run it once, in a thread; cancel it from any other."""
 
-    def __init__(self, source: WeightSource, manifest: VersionManifest) -> None:
+    def __init__(self, source: WeightSource, manifest: VersionManifest, base: VersionBuffer | None = None) -> None:
+        """
+        Args:
+            base: an older version: only the differences are fetched. It belongs to this fetch, which closes it.
+        """
         self._source = source
+        self._base = base
         self._manifest = manifest
         self._cancelled = threading.Event()
         self._damages = 0
@@ -101,14 +106,14 @@ class WeightFetch:
             raise WeightTransferError(f"the manifest of version {version} does not agree with its own digest")
         buffer = VersionBuffer(self._manifest)
         try:
-            assembly = _Assembly(buffer)
+            assembly = VersionAssembly(buffer, self._base)
             patience = _Patience(self._source.patience_s, self._cancelled)
             while not assembly.complete:
                 try:
                     self._stream(assembly, patience)
                 except UnavailableError as error:
                     patience.wait_after(error)
-                except _DamagedTensorError as error:
+                except DamagedTensorError as error:
                     self._damages += 1
                     if self._damages > _MAX_DAMAGES:
                         raise
@@ -119,11 +124,14 @@ class WeightFetch:
         except BaseException:
             buffer.close()
             raise
+        finally:
+            if self._base is not None:
+                self._base.close()
         fetch_s = time.monotonic() - started
         logger.debug("version=%d fetched: %d bytes in %.3f s", version, self._manifest.num_bytes, fetch_s)
         return FetchedVersion(buffer, fetch_s)
 
-    def _stream(self, assembly: "_Assembly", patience: "_Patience") -> None:
+    def _stream(self, assembly: VersionAssembly, patience: "_Patience") -> None:
         """Negotiates, and streams from where the assembly stands until it is complete or the stream breaks."""
         plan = self._negotiate()
         address = plan.source_address or self._source.address
@@ -134,7 +142,9 @@ class WeightFetch:
                 self._unreachable.append(plan.source_address)
             raise
 
-    def _stream_from(self, address: str, plan: NegotiateResponse, assembly: "_Assembly", patience: "_Patience") -> None:
+    def _stream_from(
+        self, address: str, plan: NegotiateResponse, assembly: VersionAssembly, patience: "_Patience"
+    ) -> None:
         with open_channel(address) as channel, peer_errors(f"weights_svc at {address}"):
             # Responses come serialised: their data is copied once, into the buffer.
             fetch = channel.unary_stream(_FETCH_METHOD, FetchRequest.SerializeToString, None)
@@ -147,14 +157,18 @@ class WeightFetch:
                     first_tensor_index=assembly.tensor_index,
                     first_offset=assembly.offset,
                     digest=self._manifest.digest,
+                    base_weight_version=plan.base_weight_version,
+                    base_digest="" if self._base is None else self._base.manifest.digest,
                     verify_first=self._damages > 0,
                 ),
                 timeout=_STREAM_DEADLINE_S,
             )
             with self._cancellable(stream):
                 for message in stream:
-                    assembly.add(_plain_chunk(message))
+                    assembly.add(_decoded(message))
                     patience.renew()
+            if plan.format == TRANSFER_FORMAT_DELTA:
+                assembly.finish_difference()
         if not assembly.complete:
             raise UnavailableError(f"weights_svc at {address} ended the stream at tensor {assembly.tensor_index}")
 
@@ -169,6 +183,10 @@ class WeightFetch:
             exact_weight_version=self._manifest.weight_version,
             unreachable_addresses=self._unreachable,
         )
+        if self._base is not None and self._damages == 0:
+            request.formats.append(TRANSFER_FORMAT_DELTA)
+            request.held_weight_version = self._base.manifest.weight_version
+            request.held_digest = self._base.manifest.digest
         with open_channel(source.address) as channel, peer_errors(f"weights_svc at {source.address}"):
             answer = WeightsServiceStub(channel).Negotiate.future(request, timeout=_NEGOTIATE_DEADLINE_S)
             with self._cancellable(answer):
@@ -192,76 +210,15 @@ class WeightFetch:
             call.cancel()
 
 
-def _plain_chunk(message: bytes) -> FetchedChunk:
+def _decoded(message: bytes) -> FetchedChunk:
     """
     Raises:
-        WeightTransferError: the message cannot be read, or is in a form that was not asked for.
+        WeightTransferError: the message cannot be read.
     """
     try:
-        chunk = decode_fetch_response(message)
+        return decode_fetch_response(message)
     except ValueError as error:
         raise WeightTransferError(str(error)) from error
-    if chunk.encoding != CHUNK_ENCODING_UNSPECIFIED:
-        raise WeightTransferError("a difference came, and whole tensors were asked for")
-    return chunk
-
-
-class _DamagedTensorError(WeightTransferError):
-    """A tensor arrived with another digest than it should have."""
-
-
-class _Assembly:
-    """Puts chunks, which come in order, into the buffer, and knows which byte comes next."""
-
-    def __init__(self, buffer: VersionBuffer) -> None:
-        self._buffer = buffer
-        self._tensors = buffer.manifest.tensors
-        self.tensor_index = 0
-        self.offset = 0
-        self._digest: blake3 = new_digest()
-        self._end_tensors()
-
-    @property
-    def complete(self) -> bool:
-        return self.tensor_index == len(self._tensors)
-
-    def add(self, chunk: FetchedChunk) -> None:
-        """
-        Raises:
-            WeightTransferError: not the chunk that comes next, or it completes a tensor whose digest disagrees
-                (_DamagedTensorError).
-        """
-        stretch, data = chunk.stretch, chunk.data
-        if (
-            (stretch.tensor_index, stretch.offset) != (self.tensor_index, self.offset)
-            or self.complete
-            or self.offset + len(data) > self._tensors[self.tensor_index].num_bytes
-        ):
-            raise WeightTransferError(
-                f"{len(data)} bytes came for tensor {stretch.tensor_index} at {stretch.offset}; "
-                f"expected tensor {self.tensor_index} at {self.offset}"
-            )
-        self._buffer.write(self.tensor_index, self.offset, data)
-        self._digest.update(data)
-        self.offset += len(data)
-        self._end_tensors()
-
-    def take_tensor_again(self) -> None:
-        """The current tensor comes anew, from its beginning."""
-        self.offset = 0
-        self._digest = new_digest()
-
-    def _end_tensors(self) -> None:
-        """Closes the current tensor when it is full, and empty ones behind it."""
-        while not self.complete and self.offset == self._tensors[self.tensor_index].num_bytes:
-            expected = self._tensors[self.tensor_index]
-            if self._digest.hexdigest() != expected.digest:
-                raise _DamagedTensorError(
-                    f"{expected.name} arrived with digest {self._digest.hexdigest()} instead of {expected.digest}"
-                )
-            self.tensor_index += 1
-            self.offset = 0
-            self._digest = new_digest()
 
 
 class _Patience:

@@ -195,6 +195,9 @@ class WeightsSection(Section):
     """How many of the newest versions weights_svc keeps on disk; older ones go when no receiver uses them."""
     chunk_bytes: Annotated[int, Field(ge=4096, le=32 * 1024**2)] = 2 * 1024**2
     """Bulk data travels in chunks of this size."""
+    keep_base: bool = False
+    """Whether an instance keeps the version that it loaded last in host memory, and fetches only what differs from it.
+    Worth its memory where the line to weights_svc is slower than a few hundred megabytes a second."""
     anchor_every: Annotated[int, Field(ge=0)] = 100
     """Between sites a version travels as the difference to the one that the other site holds; every so many versions
     one goes in full. 0: none has to."""
