@@ -2,11 +2,13 @@
 
 Versions come from real runs: SmolLM2 in bfloat16 at three learning rates, and the laptop model in float32. The
 difference of each to the one before is made, applied and compared on one core, beside a copy of the same bytes in
-memory. Then 2 GB of tensors go through a weights_svc of its own process, beside one gRPC stream that does nothing else.
-Half an hour.
+memory. The versions of one run are then published at one end of a line of 100 Mbit/s and 40 ms to a relay at the other,
+with four receivers: that needs root, and is left out without. At last 2 GB of tensors go through a weights_svc of its
+own process, beside one gRPC stream that does nothing else. Half an hour.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -14,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
@@ -22,6 +25,7 @@ import grpc
 from safetensors import safe_open
 
 from benchmarks.peers import raw_stream
+from benchmarks.peers.slow_line import NEAR_HOST, SlowLine
 from benchmarks.result import Cell, Result
 from generator_svc.weight_fetcher import WeightFetch, WeightSource
 from streamrl.command.ports import free_port
@@ -30,7 +34,7 @@ from streamrl.dtypes import ITEM_BYTES
 from streamrl.rpc.channel import open_channel
 from streamrl.rpc.chunks import cut
 from streamrl.settings import WeightsSection
-from streamrl.v1.weights_pb2 import ListVersionsRequest, VersionManifest
+from streamrl.v1.weights_pb2 import ListVersionsRequest, ModelFile, VersionManifest
 from streamrl.v1.weights_pb2_grpc import WeightsServiceStub
 from trainer_svc.publisher import Publisher, Snapshot
 
@@ -41,6 +45,9 @@ RUNS = {
     "smollm2/1e-4": ("examples/smollm2.toml", "1e-4"),
     "laptop": ("examples/laptop.toml", "1e-4"),
 }
+LINE_RUN = "smollm2/1e-6"
+LINE_BYTES_PER_S, LINE_ROUND_TRIP_S = 100e6 / 8, 0.04
+NUM_RECEIVERS = 4
 SHARE_LIMITS = {"smollm2/1e-6": 0.10}
 CODEC_GOAL_BYTES_PER_S = 500e6
 STREAM_GOAL = 0.5
@@ -57,7 +64,10 @@ def measure() -> Result:
     for name, (config, learning_rate) in RUNS.items():
         with tempfile.TemporaryDirectory() as folder:
             _train(config, learning_rate, folder)
-            result.cells += version_cells(name, Path(folder) / _RUN_ID / "weights")
+            versions = Path(folder) / _RUN_ID / "weights"
+            result.cells += version_cells(name, versions)
+            if name == LINE_RUN and os.geteuid() == 0:
+                result.cells += line_cells(versions)
     result.cells += transfer_cells()
     return result
 
@@ -147,6 +157,93 @@ def _tensor_pairs(base: Path, target: Path) -> Iterator[tuple[memoryview, memory
             yield old, new, item_bytes
 
 
+def line_cells(folder: Path) -> list[Cell]:
+    """What crosses a slow line for a relay with several receivers, and how much of the line the first version uses."""
+    files = sorted(folder.glob("version-*.safetensors"))[: 1 + NUM_VERSIONS]
+    with (
+        SlowLine(bytes_per_s=LINE_BYTES_PER_S, round_trip_s=LINE_ROUND_TRIP_S) as line,
+        tempfile.TemporaryDirectory() as near,
+        tempfile.TemporaryDirectory() as far,
+        _weights_service(Path(near), host=NEAR_HOST) as (origin, _process),
+    ):
+        relay = f"127.0.0.1:{free_port()}"
+        (Path(far) / "settings.json").write_text(
+            json.dumps(
+                {
+                    "run": {"id": _RUN_ID, "dir": far, "site": "far"},
+                    "rpc": {"weights_address": relay},
+                    "weights": {"upstream": origin},
+                }
+            )
+        )
+        service = subprocess.Popen(
+            [*line.in_far_namespace, sys.executable, "-m", "weights_svc", f"{far}/settings.json"],
+            stderr=subprocess.DEVNULL,
+        )
+        numbers = (str(NUM_RECEIVERS), str(len(files)))
+        receivers = subprocess.Popen(
+            [
+                *line.in_far_namespace,
+                *(sys.executable, "-m", "benchmarks.peers.far_receivers", relay, _RUN_ID, *numbers),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            steps = [_across(origin, line, receivers, version, file) for version, file in enumerate(files)]
+        finally:
+            for process in (receivers, service):
+                process.terminate()
+                process.wait()
+    first, later = steps[0], steps[1:]
+    whole = first.full_bytes
+    return [
+        Cell("line/first/payload", first.payload_bytes / whole, "copies"),
+        Cell("line/first/interface", first.interface_bytes / whole, "copies"),
+        Cell.compared(
+            "line/first/rate", whole / first.took_s, "bytes/s", against="line", peer=LINE_BYTES_PER_S, goal=STREAM_GOAL
+        ),
+        Cell("line/later/payload", mean(step.payload_bytes for step in later) / whole, "copies"),
+        Cell("line/later/interface", mean(step.interface_bytes for step in later) / whole, "copies"),
+        Cell("line/later/took", mean(step.took_s for step in later), "s, from the announcement to the last receiver"),
+    ]
+
+
+@dataclass(frozen=True)
+class _Crossing:
+    """One version, from its announcement to the last receiver."""
+
+    full_bytes: int
+    payload_bytes: int
+    interface_bytes: int
+    took_s: float
+
+
+def _across(origin: str, line: SlowLine, receivers: "subprocess.Popen[str]", version: int, file: Path) -> _Crossing:
+    with safe_open(file, "pt") as tensors:
+        named = [(name, tensors.get_tensor(name)) for name in tensors.keys()]  # noqa: SIM118  (no mapping)
+    files = [ModelFile(name="config.json", content=b"{}")] if version == 0 else []
+    publisher = Publisher(origin, _RUN_ID, 1, chunk_bytes=CHUNK_BYTES, deadline_s=20.0, patience_s=60.0)
+    payload_before, interface_before = _sent_bytes(origin), line.to_far.num_bytes
+    publication = publisher.publish(Snapshot(version, named, files))
+    announced_s = publication.started_s + publication.publish_s
+    publisher.close()
+    assert receivers.stdout is not None
+    arrived_s = float(receivers.stdout.readline())
+    return _Crossing(
+        publication.num_bytes,
+        _sent_bytes(origin) - payload_before,
+        line.to_far.num_bytes - interface_before,
+        arrived_s - announced_s,
+    )
+
+
+def _sent_bytes(address: str) -> int:
+    with open_channel(address) as channel:
+        listed = WeightsServiceStub(channel).ListVersions(ListVersionsRequest(run_id=_RUN_ID), timeout=20)
+    return int(listed.bytes_sent)
+
+
 def transfer_cells() -> list[Cell]:
     """Publish and fetch beside a raw stream, and what they cost the service in memory."""
     with tempfile.TemporaryDirectory() as folder, _weights_service(Path(folder)) as (address, process):
@@ -216,8 +313,8 @@ class _PeakMemory:
 
 
 @contextmanager
-def _weights_service(folder: Path) -> "Iterator[tuple[str, subprocess.Popen[bytes]]]":
-    address = f"127.0.0.1:{free_port()}"
+def _weights_service(folder: Path, host: str = "127.0.0.1") -> "Iterator[tuple[str, subprocess.Popen[bytes]]]":
+    address = f"{host}:{free_port(host)}"
     settings = folder / "settings.json"
     settings.write_text(
         json.dumps({"run": {"id": _RUN_ID, "dir": str(folder)}, "rpc": {"weights_address": address}}), "utf-8"
