@@ -282,7 +282,7 @@ class WeightsServicer(WeightsServiceServicer):
             self._relay.acknowledged(request)
         self._retention.look()
         logger.info(
-            "%s runs version=%d: fetched in %.2f s, switched in %.3f s",
+            "%s has version=%d: fetched in %.2f s, switched in %.3f s",
             request.receiver,
             request.weight_version,
             request.fetch_s,

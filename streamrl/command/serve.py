@@ -47,11 +47,14 @@ def serve(arguments: Namespace) -> int:
         ValueError: the settings leave open what only `streamrl run` could decide, or the service does not stand at
             the site.
     """
-    service, instance = arguments.service, arguments.instance or arguments.service
+    service = arguments.service
     settings = resolve(arguments.config, arguments.set, must_have_id=True)
     if arguments.site is not None:
         settings = at_site(settings, arguments.site, service)
     check_final(service, settings)
+    # A relay may stand on the machine, and on the run folder, of its origin.
+    is_relay = service == "weights" and settings.weights.upstream is not None
+    instance = arguments.instance or (f"weights-{settings.run.site or 'relay'}" if is_relay else service)
     if service == "generator" and arguments.instance is None:
         raise ValueError("give this generator a name of its own in the run: --instance generator-0")
     folder = RunFolder(settings.run.folder)
