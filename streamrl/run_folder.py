@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
@@ -29,8 +30,20 @@ from streamrl.whole_file import replace_file
 LATEST = "latest"
 """Link, beside the runs' folders, to the newest."""
 
+_CHECKPOINT = re.compile(r"attempt-(\d+)-iteration-\d+")
+
 RunStatus = Literal["running", "completed", "stopped", "failed"]
 RunState = Literal["running", "completed", "stopped", "failed", "dead"]
+
+
+_RESTORE_RECORD = (
+    "Restore it from a copy; without it the run can be neither shown nor resumed: remove the folder and start a new run"
+)
+
+
+_RESTORE_SETTINGS = (
+    "Restore it from a copy (the run's tracker has one of each attempt, without passwords), or start a new run"
+)
 
 
 class _Record(BaseModel):
@@ -114,6 +127,11 @@ class RunFolder:
         with unusable_as_bad_input(self.path):
             if _is_there(self.record):
                 raise self._taken()
+            if self.last_attempt() > 0:
+                raise ValueError(
+                    f"run.dir: {self.path} holds what is left of a run, but no {self.record.name}: restore that file "
+                    "and resume the run, choose another run.id, or remove that folder"
+                )
             latest = self.path.parent / LATEST
             if _is_there(latest) and not latest.is_symlink():
                 raise FileExistsError(None, f"{latest} is in the place of the link to the newest run")
@@ -165,15 +183,36 @@ class RunFolder:
     def last_attempt(self) -> int:
         """The number of the run's last attempt; 0 before the first.
 
+        It is the highest that anything in the folder names: where attempt.json was lost, or restored from an old copy,
+        a number that checkpoints have already must not be given again.
+
         Raises:
-            ValueError: the file is damaged.
+            ValueError: attempt.json is damaged.
         """
+        checkpoints = self.path / "checkpoints"
+        names = [path.name for path in checkpoints.iterdir()] if checkpoints.is_dir() else []
+        return max(
+            self._attempt_on_record(),
+            _number(_peek(self.settings, "run", "attempt")),
+            *(_number(attempt) for attempt in _peek(self.path / "lineage.json") or {}),
+            *(int(match[1]) for name in names if (match := _CHECKPOINT.fullmatch(name))),
+        )
+
+    def _attempt_on_record(self) -> int:
         try:
-            return int(json.loads(self.attempt.read_text())["attempt"])
+            record = read_object(self.attempt)
+            attempt = record.get("attempt")
+            if not isinstance(attempt, int) or isinstance(attempt, bool) or attempt < 0:
+                raise ValueError(f'expected a whole number as "attempt", got {attempt!r}')
         except FileNotFoundError:
             return 0
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{self.attempt} is damaged: {error}") from error
+        except ValueError as error:
+            raise damaged(
+                self.attempt,
+                error,
+                "Delete it: the last attempt is then known from settings.json, lineage.json and the checkpoints",
+            ) from error
+        return attempt
 
     def begin_attempt(self) -> int:
         """Raises the number of attempts and returns the new one. It is on the disk before this returns: an attempt
@@ -198,15 +237,13 @@ class RunFolder:
             ValueError: there is none, or it is damaged.
         """
         try:
-            return self._with_late_end(RunRecord.model_validate_json(self.record.read_text()))
+            return self._with_late_end(RunRecord.model_validate(read_object(self.record)))
         except FileNotFoundError:
-            raise ValueError(f"{self.path} holds no run: {self.record.name} is missing") from None
+            raise ValueError(f"{self.path} holds no run: {self.record.name} is missing. {_RESTORE_RECORD}") from None
         except ValidationError as error:
-            problem = error.errors(include_url=False)[0]
-            place = "".join(f"{part}: " for part in problem["loc"])
-            raise ValueError(f"{self.record} is damaged: {place}{problem['msg']}") from error
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{self.record} cannot be read: {error}") from error
+            raise damaged(self.record, first_problem(error), _RESTORE_RECORD) from error
+        except ValueError as error:
+            raise damaged(self.record, error, _RESTORE_RECORD) from error
 
     def _with_late_end(self, record: RunRecord) -> RunRecord:
         if record.state != "dead":
@@ -222,6 +259,27 @@ class RunFolder:
         finished_at = datetime.fromtimestamp(finished_s, UTC).isoformat(timespec="seconds")
         return record.model_copy(update={"status": "completed", "finished_at": finished_at})
 
+    def read_settings(self) -> dict[str, dict[str, Any]]:
+        """What settings.json says, by section; whether it fits together is for its readers.
+
+        Raises:
+            ValueError: there is none, or it is damaged.
+        """
+        try:
+            sections = read_object(self.settings)
+            for name, section in sections.items():
+                if not isinstance(section, dict):
+                    raise ValueError(f"expected a JSON object as section {name}, got {section!r}")
+        except FileNotFoundError:
+            raise ValueError(f"{self.path} has no {self.settings.name}. {_RESTORE_SETTINGS}") from None
+        except ValueError as error:
+            raise self.damaged_settings(error) from error
+        return sections
+
+    def damaged_settings(self, reason: object) -> ValueError:
+        """Says so of settings.json."""
+        return damaged(self.settings, reason, _RESTORE_SETTINGS)
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Replaces summary.json: a reader sees the old one or the new one."""
         replace_file(self.summary, json.dumps(summary))
@@ -233,14 +291,15 @@ class RunFolder:
             ValueError: it is damaged.
         """
         try:
-            summary = json.loads(self.summary.read_text())
+            return read_object(self.summary)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{self.summary} is damaged: {error}") from error
-        if not isinstance(summary, dict):
-            raise ValueError(f"{self.summary} is damaged: expected an object")
-        return summary
+        except ValueError as error:
+            raise self.damaged_summary(error) from error
+
+    def damaged_summary(self, reason: object) -> ValueError:
+        """Says so of summary.json."""
+        return damaged(self.summary, reason, "Delete it: only the run's final figures are lost, and it can be resumed")
 
     def read_error(self, instance: str) -> dict[str, str] | None:
         """kind and message that a service left when it failed; None when it left none."""
@@ -273,6 +332,10 @@ def find_run(run: str | None, runs: Path) -> RunFolder:
     for candidate in candidates:
         if (candidate / "run.json").is_file():
             return RunFolder(candidate.resolve())
+    for candidate in candidates:
+        if candidate.is_dir():
+            # Says what is missing there.
+            RunFolder(candidate.resolve()).read_record()
     if run is None:
         raise ValueError(
             f"no run in {runs.resolve()}: give a run's folder, or an id together with the folder of the runs"
@@ -303,6 +366,69 @@ def _is_there(path: Path) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it cannot be read, or holds something else; says what was expected and what came.
+    """
+    try:
+        values = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise
+    except json.JSONDecodeError as error:
+        came = f"{error.msg} at line {error.lineno}, column {error.colno}" if error.doc.strip() else "an empty file"
+        raise ValueError(f"expected a JSON object, got {came}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"expected a JSON object in UTF-8, got other bytes at {error.start}") from error
+    except RecursionError as error:
+        raise ValueError("expected a JSON object, got one that is nested too deep") from error
+    except OSError as error:
+        raise ValueError(f"expected a file that can be read, got: {error.strerror}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"expected a JSON object, got {_KINDS.get(type(values), 'a number')}")
+    return values
+
+
+_KINDS: Mapping[type, str] = {list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
+
+
+def damaged(file: Path, reason: object, remedy: str) -> ValueError:
+    """The error that a file of a run cannot be used.
+
+    Args:
+        reason: what was expected, and what came.
+        remedy: a sentence on what to do, without its full stop.
+    """
+    return ValueError(f"{file} is damaged: {reason}. {remedy}")
+
+
+def first_problem(error: ValidationError) -> str:
+    """Place, expectation and value of what pydantic found first."""
+    problem = error.errors(include_url=False)[0]
+    place = ".".join(str(part) for part in problem["loc"])
+    came = "" if problem["type"] == "missing" else f", got {problem['input']!r}"
+    return f"{place}: {problem['msg'].removeprefix('Value error, ')}{came}"
+
+
+def _peek(file: Path, *keys: str) -> Any:
+    """A value in a file, as far as that can be read; None: it is not there. Whoever needs the file says what is wrong
+    with it."""
+    try:
+        value: Any = read_object(file)
+    except (FileNotFoundError, ValueError):
+        return None
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _number(value: object) -> int:
+    """A whole number, also as text; else 0."""
+    return int(str(value)) if re.fullmatch(r"[0-9]{1,9}", str(value)) else 0
 
 
 def write_private(path: Path, text: str) -> None:

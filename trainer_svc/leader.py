@@ -11,6 +11,7 @@ from streamrl.digest import tokenizer_digest
 from streamrl.kafka.connection import Connection
 from streamrl.kafka.dead_letters import DeadLetters
 from streamrl.kafka.producer import RecordProducer
+from streamrl.kafka.topic_states import refuse_used_topics
 from streamrl.kafka.topics import Topics, create_topics
 from streamrl.spans import SpanLog
 from streamrl.v1.sample_pb2 import SamplingSettings
@@ -121,6 +122,8 @@ def _assemble(
     connection, topics = Connection(settings.kafka, instance), Topics(run.id)
     connection.check()
     create_topics(connection, topics, settings.scheduler.max_instances)
+    if run.attempt == 1:
+        refuse_used_topics(connection, run.id)
     producer = stack.enter_context(RecordProducer(connection))
     dead_letters = DeadLetters(producer, topics.dead_letters, service="trainer_svc", attempt=run.attempt)
     collector = Collector(

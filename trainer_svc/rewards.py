@@ -31,6 +31,7 @@ _NAMED: dict[str, Callable[..., float]] = {
     "graded": reward_functions.graded,
     "reasoning_gym": reward_functions.reasoning_gym,
 }
+LARGEST_REWARD = 1e30
 REWARD_NAMES = (*_NAMED, "math_verify")
 
 
@@ -79,8 +80,8 @@ class RewardSum:
         """
         values = {function.name: function(sample) for function in self._functions}
         total = sum(f.weight * values[f.name] for f in self._functions)
-        if not math.isfinite(total):
-            raise RewardError(f"the weighted sum of the rewards {values} is not finite; sample: {sample}")
+        if not abs(total) <= LARGEST_REWARD:
+            raise RewardError(f"the weighted sum of the rewards {values} is too large; sample: {sample}")
         return RewardScore(total, values)
 
     def check(self, prompt: str, answer: str, metadata: Mapping[str, Any]) -> RewardScore:
@@ -145,14 +146,15 @@ class _Function:
         arguments = {name: getattr(sample, name) for name in self.arguments}
         try:
             value = self.call(**arguments)
-            # A whole number may be too large for a float.
-            finite = isinstance(value, numbers.Real) and math.isfinite(value)
+            # Larger ones are mistakes, and their squares no floats any more.
+            usable = isinstance(value, numbers.Real) and abs(value) <= LARGEST_REWARD
         except (Exception, SystemExit) as error:  # a user's code may raise anything; the run goes on without the sample
             logger.exception("reward %s failed on %r", self.name, sample)
             raise RewardError(f"reward {self.name} raised {type(error).__name__}: {error}; sample: {sample}") from error
-        if not finite:
-            logger.error("reward %s returned %r, not a finite number, on %r", self.name, value, sample)
-            raise RewardError(f"reward {self.name} returned {value!r}, expected a finite number; sample: {sample}")
+        if not usable:
+            expected = f"a number from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
+            logger.error("reward %s returned %r, not %s, on %r", self.name, value, expected, sample)
+            raise RewardError(f"reward {self.name} returned {value!r}, expected {expected}; sample: {sample}")
         return float(value)
 
 

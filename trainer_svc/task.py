@@ -1,5 +1,6 @@
 """What the model is taught: prompts, what ends an answer, and what an answer is worth."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,8 @@ from trainer_svc.data import Prompt, PromptSets, load_prompts
 from trainer_svc.models import ModelFiles, stop_token_ids
 from trainer_svc.rewards import RewardInput, RewardSum, load_rewards
 from trainer_svc.settings import TrainerSettings
+
+logger = logging.getLogger(__name__)
 
 _NUM_CANARIES = 4
 
@@ -55,9 +58,17 @@ class Task:
         most = max_tokens // _NUM_CANARIES
         sequences = []
         for prompt in self.prompts.evaluation[:_NUM_CANARIES]:
-            answer = self.tokenizer.encode(prompt.record.answer, add_special_tokens=False)
-            sequences.append([*prompt.token_ids, *answer][:most])
+            sequences.append([*prompt.token_ids, *self._tokens_of_key(prompt.record.answer)][:most])
         return [sequence for sequence in sequences if len(sequence) >= 2]
+
+    def _tokens_of_key(self, answer: str) -> list[int]:
+        """None, when the model has no tokens for it: a reward may still know what to do with such a key."""
+        try:
+            tokens: list[int] = self.tokenizer.encode(answer, add_special_tokens=False)
+        except Exception as error:  # the library raises nothing more special
+            logger.info("a key cannot be written in the model's tokens: %s", error)
+            return []
+        return tokens
 
 
 def load_task(settings: TrainerSettings, model: ModelFiles) -> Task:

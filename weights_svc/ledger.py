@@ -5,8 +5,11 @@ import logging
 from pathlib import Path
 
 from streamrl.errors import StaleAttemptError
+from streamrl.whole_file import replace_file
 
 logger = logging.getLogger(__name__)
+
+_NAMES = ("attempt", "bytes_full", "bytes_sent")
 
 
 class Ledger:
@@ -18,12 +21,25 @@ class Ledger:
             attempt: the run's attempt as this service was told; the higher of it and the file's counts.
         """
         self._path = path
-        kept = json.loads(path.read_text()) if path.exists() else {}
+        kept = self._read()
         self.attempt: int = max(attempt, kept.get("attempt", 0))
         self.bytes_full: int = kept.get("bytes_full", 0)
         self.bytes_sent: int = kept.get("bytes_sent", 0)
         self._num_stale = 0
         self.save()
+
+    def _read(self) -> dict[str, int]:
+        """What the file says; of one that is damaged nothing is known but what this service was told."""
+        try:
+            kept = json.loads(self._path.read_text())
+            if not all(isinstance(kept[name], int) for name in _NAMES):
+                raise ValueError(f"expected whole numbers, got {kept}")
+        except FileNotFoundError:
+            return {}
+        except (ValueError, KeyError, TypeError) as error:
+            logger.warning("%s is damaged (%s): traffic is counted from 0 again", self._path, error)
+            return {}
+        return {name: kept[name] for name in _NAMES}
 
     def check(self, attempt: int) -> None:
         """
@@ -62,8 +78,4 @@ class Ledger:
             logger.warning("traffic is not kept: %s", error)
 
     def save(self) -> None:
-        partial = self._path.with_suffix(".partial")
-        partial.write_text(
-            json.dumps({"attempt": self.attempt, "bytes_full": self.bytes_full, "bytes_sent": self.bytes_sent})
-        )
-        partial.replace(self._path)
+        replace_file(self._path, json.dumps({name: getattr(self, name) for name in _NAMES}))

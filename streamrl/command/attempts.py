@@ -5,7 +5,6 @@ both, so that no two lives of a run ever have one number. What the trainer does 
 its own affair: trainer_svc/resumption.py.
 """
 
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -50,15 +49,15 @@ def last_settings(folder: RunFolder, chosen: Sequence[str] = ()) -> Settings:
         chosen: names of addresses that are left to the command again.
 
     Raises:
-        ValueError: the file is damaged.
+        ValueError: the file is missing or damaged.
     """
+    values = folder.read_settings()
+    # The runs may have been moved since; a renamed one would have other topics.
+    values["run"] = {**values.get("run", {}), "dir": str(folder.path.parent)}
     try:
-        values = json.loads(folder.settings.read_text())
-        # The runs may have been moved since; a renamed one would have other topics.
-        values["run"]["dir"] = str(folder.path.parent)
-        return resolve_again(without_chosen(values, chosen), str(folder.settings), [])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder.settings} is damaged: {error}") from error
+        return resolve_again(without_chosen(values, chosen), folder.settings.name, [])
+    except ValueError as error:
+        raise folder.damaged_settings(error) from error
 
 
 def _of_attempt(settings: Settings, attempt: int) -> RunSection:

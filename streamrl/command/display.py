@@ -21,6 +21,7 @@ from streamrl.command.figures import (
     queue_depth,
     summary_rows,
     trainer_sentence,
+    waits,
 )
 from streamrl.command.observer import Observation
 from streamrl.v1.scheduler_pb2 import GetFleetResponse
@@ -86,7 +87,7 @@ class LineDisplay:
         """What stands beside the trainer's state: who is there at first, later who waits for whom."""
         if self._iteration == 0:
             return [fleet_sentence(observation.fleet, self._num_generators)]
-        return list(observation.fleet.waits) if observation.fleet is not None else []
+        return waits(observation)
 
     def close(self) -> None:
         """Nothing to do: every line is out."""
@@ -145,7 +146,7 @@ def run_table(observation: Observation, num_generators: int, age_s: float) -> Gr
     if not fleet.instances:
         table.add_row("generators", fleet_sentence(fleet, num_generators).removeprefix("generators: "))
         return Group(table)
-    return Group(table, fleet_table(fleet), *(Text(f"  {wait}", style="yellow") for wait in fleet.waits))
+    return Group(table, fleet_table(fleet), *(Text(f"  {wait}", style="yellow") for wait in waits(observation)))
 
 
 def fleet_table(fleet: GetFleetResponse) -> Table:

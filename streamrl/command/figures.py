@@ -32,6 +32,10 @@ FIGURES = (
 )
 
 
+_ENDING = ("stopping", "done")
+"""States of a trainer that begins nothing more."""
+
+
 def figures(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """Label and value of the figures that have one."""
     return [
@@ -53,8 +57,16 @@ def trainer_sentence(observation: Observation) -> str:
     if status is None:
         return "trainer: starting"
     if not observation.trainer_answers:
-        return "trainer: ending" if status.state in ("stopping", "done") else "trainer: does not answer"
+        return "trainer: ending" if status.state in _ENDING else "trainer: does not answer"
     return f"trainer: {status.state}" + (f", {status.waits_for}" if status.waits_for else "")
+
+
+def waits(observation: Observation) -> list[str]:
+    """Who waits for whom. Nobody, once the trainer ends: what it has asked for is not wanted any more."""
+    trainer, fleet = observation.trainer, observation.fleet
+    if fleet is None or (trainer is not None and trainer.state in _ENDING):
+        return []
+    return list(fleet.waits)
 
 
 def fleet_sentence(fleet: GetFleetResponse | None, num_generators: int) -> str:
@@ -93,8 +105,13 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("idle", f"trainer {summary['idle']['trainer']:.0%}, generators {summary['idle']['generator']:.0%}"),
         ("weights", f"version {weights['version']}, {weights['bytes_sent'] / 1e6:,.1f} MB sent"),
     ]
-    if summary["mlflow"]["run_id"]:
-        rows.append(("MLflow", f"run {summary['mlflow']['run_id']} at {summary['mlflow']['tracking_uri']}"))
+    mlflow = summary["mlflow"]
+    if mlflow["run_id"]:
+        rows.append(("MLflow", f"run {mlflow['run_id']} at {mlflow['tracking_uri']}"))
+    elif mlflow["tracking_uri"]:
+        rows.append(("MLflow", f"nothing was kept at {mlflow['tracking_uri']}: the trainer's log says why"))
+    if summary["status"] != "completed":
+        rows.append(("go on with", f"streamrl resume {summary['run_id']}"))
     return rows
 
 

@@ -156,6 +156,8 @@ def without_chosen(values: dict[str, Any], chosen: Sequence[str]) -> dict[str, A
     values = {section: dict(keys) for section, keys in values.items()}
     for name in chosen:
         section, _, key = name.partition(".")
+        if key not in values.get(section, {}):
+            continue
         host = str(values[section][key]).rpartition(":")[0]
         values[section][key] = "" if name == _BROKER else f"{host}:0"
     return values

@@ -38,6 +38,8 @@ from streamrl.command.settings import Settings
 from streamrl.command.settings_text import public_settings, toml_text
 from streamrl.command.stop_signals import StopSignals
 from streamrl.errors import StreamRLError
+from streamrl.kafka.connection import Connection
+from streamrl.kafka.topic_states import refuse_used_topics
 from streamrl.lifetime import ProcessIdentity
 from streamrl.run_folder import RunFolder, RunRecord, ServiceRecord
 
@@ -57,11 +59,19 @@ def run(arguments: Namespace) -> int:
     folder.check_usable()
     if arguments.dry_run:
         return _dry_run(settings, as_json=arguments.json)
+    if settings.sites:
+        raise ValueError(
+            f"the settings name sites ({', '.join(settings.sites)}), and this command runs everything on one machine: "
+            "start each service where it belongs (streamrl serve SERVICE CONFIG --site NAME), or leave the sites out"
+        )
     signals = StopSignals()
+    uses_cluster = bool(settings.kafka.bootstrap_servers)
     with contextlib.ExitStack() as stack:
         display = stack.enter_context(contextlib.closing(open_display(settings.generator.num_instances)))
 
         def create(settings: Settings, record: RunRecord) -> Settings:
+            if uses_cluster:
+                refuse_used_topics(Connection(settings.kafka, "streamrl-run"), settings.run.id)
             folder.create(record, settings.model_dump_json(indent=2))
             stack.enter_context(folder.lock())
             return settings

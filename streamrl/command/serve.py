@@ -116,10 +116,16 @@ def speaks_for_all(environment: Mapping[str, str]) -> bool:
 
 
 def _is_completed(settings: Settings, folder: RunFolder) -> bool:
-    summary = folder.read_summary() or {}
-    if summary.get("status") != "completed" or summary.get("iterations", 0) < settings.trainer.num_iterations:
+    try:
+        summary = folder.read_summary() or {}
+    except ValueError as error:
+        # The checkpoint knows how far it came.
+        write_error(f"warning: {error}. The run is taken up without it")
         return False
-    write_error(f"run {settings.run.id} is completed: it has done its {summary['iterations']} iterations")
+    done = summary.get("iterations")
+    if summary.get("status") != "completed" or not isinstance(done, int) or done < settings.trainer.num_iterations:
+        return False
+    write_error(f"run {settings.run.id} is completed: it has done its {done} iterations")
     return True
 
 

@@ -15,8 +15,8 @@ from streamrl.command.figures import duration
 from streamrl.command.observer import Observation, Observer
 from streamrl.command.report import EXIT_COMPLETED, write_error, write_json
 from streamrl.command.runs import named_run
-from streamrl.run_folder import RunFolder, RunRecord, ServiceRecord
-from streamrl.settings import ServiceSettings, load
+from streamrl.run_folder import RunFolder, RunRecord, ServiceRecord, first_problem
+from streamrl.settings import ServiceSettings
 
 _WATCH_EVERY_S = 1.0
 
@@ -25,9 +25,9 @@ def status(arguments: Namespace) -> int:
     """Runs the command. Raises ValueError when there is no such run."""
     folder = named_run(arguments.run)
     try:
-        settings = load(ServiceSettings, folder.settings)
+        settings = ServiceSettings.model_validate(folder.read_settings())
     except ValidationError as error:
-        raise ValueError(f"{folder.settings} is damaged: {error.errors(include_url=False)[0]['msg']}") from error
+        raise folder.damaged_settings(first_problem(error)) from error
     return asyncio.run(_status(folder, settings, watch=arguments.watch, as_json=arguments.json))
 
 
@@ -117,8 +117,10 @@ def _show(folder: RunFolder, record: RunRecord, observation: Observation, num_ge
         try:
             # How a run ended is for its record to say: whoever wrote the summary may have ended before.
             show_summary({**summary, "status": record.state})
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"{folder.summary} is damaged: {type(error).__name__}: {error}") from error
+        except KeyError as error:
+            raise folder.damaged_summary(f"expected figures of the whole run, and {error} is missing") from error
+        except (TypeError, AttributeError, ValueError) as error:
+            raise folder.damaged_summary("expected figures of the whole run, got values of other types") from error
     write_error(f"logs are in {folder.logs}")
 
 

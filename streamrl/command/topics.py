@@ -3,9 +3,8 @@
 Services make what is missing by themselves; after a run its topics stay until they are deleted.
 """
 
-import json
 from argparse import Namespace
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from confluent_kafka import KafkaError, KafkaException
@@ -19,22 +18,11 @@ from streamrl.command.settings import Settings
 from streamrl.command.sites import at_site, keeps_prompts
 from streamrl.errors import BrokerUnavailableError
 from streamrl.kafka.connection import Connection
-from streamrl.kafka.positions import end_offsets, first_offsets
+from streamrl.kafka.topic_states import TopicState, topic_states
 from streamrl.kafka.topics import Topics, create_topics
 from streamrl.run_folder import RunFolder
 
 _TIMEOUT_S = 30.0
-
-
-@dataclass(frozen=True)
-class TopicState:
-    """What a cluster says of a topic."""
-
-    topic: str
-    partitions: int
-    replicas: int
-    records: int
-    """That it holds now."""
 
 
 def topics(arguments: Namespace) -> int:
@@ -92,35 +80,6 @@ def delete_topics(connection: Connection, names: tuple[str, ...]) -> list[str]:
     return deleted
 
 
-def topic_states(connection: Connection, names: tuple[str, ...]) -> list[TopicState]:
-    """Those of the topics that are there.
-
-    Raises:
-        BrokerUnavailableError: the cluster did not answer, or refused.
-    """
-    admin = AdminClient(connection.client_config())
-    try:
-        found = admin.list_topics(timeout=_TIMEOUT_S).topics
-        states = []
-        for name in names:
-            if name not in found:
-                continue
-            partitions = found[name].partitions
-            first = first_offsets(admin, name, len(partitions), _TIMEOUT_S)
-            end = end_offsets(admin, name, len(partitions), _TIMEOUT_S)
-            states.append(
-                TopicState(
-                    topic=name,
-                    partitions=len(partitions),
-                    replicas=min(len(partition.replicas) for partition in partitions.values()),
-                    records=sum(end.values()) - sum(first.values()),
-                )
-            )
-        return states
-    except KafkaException as error:
-        raise BrokerUnavailableError(f"topics cannot be shown: {error.args[0].str()}{connection.explain()}") from error
-
-
 def _settings(arguments: Namespace) -> Settings:
     """Those of CONFIG, or of the run whose folder it is."""
     config: Path = arguments.config
@@ -132,13 +91,7 @@ def _settings(arguments: Namespace) -> Settings:
 
 
 def _settings_of_run(folder: RunFolder, assignments: list[str]) -> Settings:
-    try:
-        values = json.loads(folder.settings.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{folder.path} holds no run: {folder.settings.name} is missing") from None
-    except ValueError as error:
-        raise ValueError(f"{folder.settings} is damaged: {error}") from error
-    return resolve_again(values, str(folder.settings), assignments)
+    return resolve_again(folder.read_settings(), str(folder.settings), assignments)
 
 
 def _tell(place: dict[str, str], done: str, names: list[str], *, as_json: bool) -> None:

@@ -13,6 +13,7 @@ from streamrl.command.figures import (
     queue_depth,
     summary_rows,
     trainer_sentence,
+    waits,
 )
 from streamrl.command.observer import Observation
 from streamrl.v1 import scheduler_pb2
@@ -99,7 +100,18 @@ def test_a_summary_is_told_in_words() -> None:
     assert rows["iterations"] == "30 in 1 min 1 s"
     assert rows["evaluation"] == "0.460 → 0.960 on 512 prompts"
     assert rows["rollouts"] == "97 trained of 100; dropped: 3 abandoned"
-    assert "MLflow" not in rows
+    assert "MLflow" not in rows and "go on with" not in rows
+    lost = {**summary, "status": "stopped", "run_id": "r", "mlflow": {"tracking_uri": "sqlite:///x.db", "run_id": ""}}
+    assert dict(summary_rows(lost))["MLflow"].startswith("nothing was kept at sqlite:///x.db")
+    assert dict(summary_rows(lost))["go on with"] == "streamrl resume r"
+
+
+def test_nobody_waits_when_the_trainer_ends() -> None:
+    assert waits(Observation(STATUS, FLEET)) == ["batch 6 waits for version 5"]
+    assert waits(Observation(None, FLEET)) == ["batch 6 waits for version 5"]
+    assert waits(Observation(STATUS, None)) == []
+    for state in ("stopping", "done"):
+        assert waits(Observation(TrainerServiceGetStatusResponse(state=state), FLEET)) == []
 
 
 def test_durations_are_said_as_people_do() -> None:

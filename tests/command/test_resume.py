@@ -60,8 +60,11 @@ def test_a_completed_run_is_taken_up_only_for_more_iterations(place: Any) -> Non
     assert "run r is completed: it has done its 5 iterations" in done.result["error"]["message"]
     assert "--set trainer.num_iterations=10" in done.result["error"]["message"]
     assert _attempt_of_settings(place) == 1
+    # What a resumed run does not need does not keep it from going on.
+    (place.run_folder / "summary.json").write_text("[]")
     done = place.call("resume", "--json", "--set", "trainer.num_iterations=7")
     assert done.exit_code == 0, done.stderr
+    assert "summary.json is damaged: expected a JSON object, got a list" in done.stderr
     assert _attempt_of_settings(place) == 2
 
 

@@ -292,7 +292,8 @@ def test_a_damaged_file_is_named(place: Any) -> None:
     (place.run_folder / "summary.json").write_text('{"status": "completed"}')
     done = place.call("status", "r")
     assert done.exit_code == 2
-    assert f"error: {place.run_folder / 'summary.json'} is damaged: KeyError: 'rollouts'" in done.stderr
+    assert f"error: {place.run_folder / 'summary.json'} is damaged: expected " in done.stderr
+    assert "'rollouts' is missing. Delete it" in done.stderr
     for name in ("settings.json", "run.json"):
         (place.run_folder / name).write_text("{")
         for command in ("status", "stop") if name == "run.json" else ("status",):
@@ -442,3 +443,12 @@ def test_a_signal_while_it_still_checks_ends_it_with_one_line(place: Any, number
     assert done.result["status"] == "stopped"
     assert place.processes() == []
     assert not (place.folder / "runs").exists()
+
+
+def test_settings_of_several_sites_are_not_run_on_one_machine(place: Any) -> None:
+    place.config.write_text(place.config.read_text() + "[sites.west]\nkafka.bootstrap_servers = 'west:9092'\n")
+    done = place.ended(place.start_run("--set", "kafka.bootstrap_servers=127.0.0.1:1"))
+    assert done.exit_code == 2
+    assert "the settings name sites (west)" in done.result["error"]["message"]
+    assert "streamrl serve" in done.result["error"]["message"]
+    assert not place.run_folder.exists()

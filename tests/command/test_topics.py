@@ -9,6 +9,7 @@ import pytest
 from streamrl.command.main import run_command
 from streamrl.kafka.connection import Connection
 from streamrl.kafka.producer import RecordProducer
+from streamrl.kafka.topic_states import refuse_used_topics
 from streamrl.kafka.topics import Topics
 from streamrl.settings import KafkaSection
 
@@ -51,3 +52,20 @@ def test_topics_are_made_listed_and_deleted(topics: Any, apache_kafka_settings: 
 def test_a_generation_site_has_no_prompts(topics: Any) -> None:
     assert Topics("by-hand").prompts not in topics("create", "--site", "west")["created"]
     assert len(topics("delete", "--site", "west")["deleted"]) == 4
+
+
+def test_a_new_run_does_not_use_what_an_earlier_one_of_its_name_has_left(
+    topics: Any, apache_kafka_settings: KafkaSection
+) -> None:
+    connection, names = Connection(apache_kafka_settings, "test"), Topics("by-hand")
+    topics("create")
+    with RecordProducer(connection) as producer:
+        # Instances may be up before the trainer.
+        producer.send(names.spans, b"x", partition=0)
+    refuse_used_topics(connection, "by-hand")
+    with RecordProducer(connection) as producer:
+        producer.send(names.prompts, b"x", partition=0)
+    with pytest.raises(ValueError, match=r"by-hand\.prompts with 1 records.*streamrl topics delete"):
+        refuse_used_topics(connection, "by-hand")
+    topics("delete")
+    refuse_used_topics(connection, "by-hand")

@@ -1,5 +1,6 @@
 """The folder of a run."""
 
+import json
 import os
 from pathlib import Path
 
@@ -151,3 +152,65 @@ def test_something_else_in_the_place_of_the_newest_is_told_before(tmp_path: Path
     (tmp_path / "latest").mkdir()
     with pytest.raises(ValueError, match="in the place of the link to the newest run"):
         RunFolder(tmp_path / "a").check_usable()
+
+
+@pytest.mark.parametrize("place", ["settings", "lineage", "checkpoint"])
+def test_an_attempt_that_anything_in_the_folder_names_has_been(tmp_path: Path, place: str) -> None:
+    folder = _create(tmp_path, "a")
+    for _ in range(3):
+        folder.begin_attempt()
+    folder.attempt.unlink()
+    assert folder.last_attempt() == 0
+    if place == "settings":
+        folder.settings.write_text(json.dumps({"run": {"attempt": 4}}))
+    elif place == "lineage":
+        (folder.path / "lineage.json").write_text(json.dumps({"1": {}, "4": {}, "x": {}}))
+        folder.settings.write_text("[]")
+    else:
+        (folder.path / "checkpoints" / "attempt-0004-iteration-000010").mkdir(parents=True)
+        (folder.path / "checkpoints" / "attempt-0009-iteration-000010.unfinished").mkdir()
+    assert folder.last_attempt() == 4
+    folder.attempt.write_text('{"attempt": 1}')
+    assert folder.begin_attempt() == 5
+
+
+@pytest.mark.parametrize(
+    ("content", "came"),
+    [
+        ("", "an empty file"),
+        ("null", "got null"),
+        ("[1]", "got a list"),
+        ("7", "got a number"),
+        ('{"attempt": null}', "got None"),
+        ('{"attempt": "x"}', "got 'x'"),
+        ("{", "line 1, column 2"),
+    ],
+)
+def test_damage_is_told_with_what_was_expected_what_came_and_what_to_do(
+    tmp_path: Path, content: str, came: str
+) -> None:
+    folder = _create(tmp_path, "a")
+    folder.attempt.write_text(content)
+    with pytest.raises(ValueError, match=r"attempt\.json is damaged: expected .*got .*\. Delete it: ") as caught:
+        folder.last_attempt()
+    assert came in str(caught.value)
+
+
+def test_damaged_settings_are_told_by_their_section(tmp_path: Path) -> None:
+    folder = _create(tmp_path, "a")
+    folder.settings.write_text('{"run": null}')
+    with pytest.raises(ValueError, match=r"expected a JSON object as section run, got None\. Restore it"):
+        folder.read_settings()
+    folder.settings.unlink()
+    with pytest.raises(ValueError, match=r"has no settings\.json\. Restore it"):
+        folder.read_settings()
+
+
+def test_a_folder_without_its_record_is_told_what_is_missing(tmp_path: Path) -> None:
+    folder = _create(tmp_path, "a")
+    folder.record.unlink()
+    for name, runs in (("a", tmp_path), (str(folder.path), tmp_path / "elsewhere")):
+        with pytest.raises(ValueError, match=r"a holds no run: run\.json is missing\. Restore it"):
+            find_run(name, runs)
+    with pytest.raises(ValueError, match=r"holds what is left of a run, but no run\.json"):
+        folder.check_usable()

@@ -163,6 +163,7 @@ def test_an_own_function_that_cannot_work_is_refused(own_module: Path, code: str
         "return None",
         "return 'x'",
         "return float('nan')",
+        "return 1e31",
         "return 1 / 0",
         "return 1j",
         "return 10**400",

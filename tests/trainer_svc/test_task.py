@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,21 @@ def test_canaries_are_held_out_prompts_with_their_keys(task: Task) -> None:
     assert canaries[0][: len(prompt.token_ids)] == prompt.token_ids
     assert len(canaries[0]) > len(prompt.token_ids)
     assert sum(len(canary) for canary in task.canaries(max_tokens=12)) <= 12
+
+
+def test_a_key_that_the_model_has_no_tokens_for_is_left_out_of_its_canary(
+    random_model: Path, counting_file: Path, tmp_path: Path
+) -> None:
+    records = [json.loads(line) for line in counting_file.read_text().splitlines()]
+    strange = tmp_path / "strange.jsonl"
+    strange.write_text("".join(json.dumps({**record, "answer": "sure"}) + "\n" for record in records))
+    settings = TrainerSettings.model_validate(
+        {"data": {"train": str(strange), "eval": str(strange)}, "eval": {"num_prompts": 4}}
+    )
+    task = load_task(settings, resolve_model(str(random_model), dtype="float32", seed=0, cache_folder=tmp_path))
+    with pytest.raises(Exception, match="UNK"):
+        task.tokenizer.encode("sure", add_special_tokens=False)
+    assert task.canaries(512) == [list(prompt.token_ids) for prompt in task.prompts.evaluation[:4]]
 
 
 def test_prompts_and_answers_must_fit_the_model(random_model: Path, counting_file: Path, tmp_path: Path) -> None:

@@ -39,6 +39,17 @@ def test_traffic_is_counted_on_after_a_restart(tmp_path):
 
 def test_a_disk_that_cannot_keep_the_traffic_stops_nothing(tmp_path, caplog):
     ledger = Ledger(tmp_path / "ledger.json", attempt=1)
-    (tmp_path / "ledger.partial").mkdir()
+    (tmp_path / "ledger.json").unlink()
+    (tmp_path / "ledger.json").mkdir()
     ledger.save_traffic()
     assert "traffic is not kept" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "{bad", "[]", "null", '{"attempt": "x", "bytes_full": 1, "bytes_sent": 1}', "{}"])
+def test_a_damaged_file_costs_the_traffic_so_far_and_nothing_else(tmp_path, caplog, text):
+    path = tmp_path / "ledger.json"
+    path.write_text(text)
+    ledger = Ledger(path, attempt=4)
+    assert (ledger.attempt, ledger.bytes_full, ledger.bytes_sent) == (4, 0, 0)
+    assert f"{path} is damaged" in caplog.text
+    assert Ledger(path, attempt=1).attempt == 4
