@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from streamrl.settings import PositiveFloat, PositiveInt, SamplingView, ServiceSettings
+from streamrl.settings import NonNegativeInt, PositiveInt, SamplingView, Seconds, ServiceSettings
 
 _CANARY_ALARM_NATS = {"float32": 0.001, "bfloat16": 0.05}
 
@@ -21,24 +21,26 @@ class GeneratorSection(SamplingView):
     """vllm: real inference. fake: made-up answers after made-up times, for tests of everything around the engine."""
     max_running: PositiveInt = 64
     """Most sequences that an instance's engine runs at once."""
-    kv_cache_gib: Annotated[float, Field(ge=0)] = 0.0
+    kv_cache_gib: Annotated[float, Field(ge=0, le=1_000_000)] = 0.0
     """Memory of an instance's KV cache. 0: on GPUs what `gpu_memory_utilization` leaves, on CPUs 1 GiB."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """GPUs: share of the memory that weights and KV cache take together."""
     tensor_parallel_size: PositiveInt = 1
     """Workers of an instance, each with a share of every tensor."""
-    num_threads: Annotated[int, Field(ge=0)] = 0
+    num_threads: NonNegativeInt = 0
     """CPUs: cores that each worker of an instance is bound to. 0: all of them in mode colocated, else 1."""
     enforce_eager: bool = True
     """Neither compile the model nor capture graphs: starts sooner, and on GPUs runs slower."""
     enable_prefix_caching: bool = True
     """The samples of a group share the cache of their prompt."""
-    drain_timeout_s: PositiveFloat = 30.0
+    drain_timeout_s: Seconds = 30.0
     """An instance that is asked to end finishes what runs for at most this long, and gives the rest back."""
     canary_alarm_nats: Annotated[float, Field(ge=0)] = 0.0
     """After each switch of weights an instance warns when its log-probs of the canaries differ from the trainer's by
     more than this on average. 0: 0.001 in float32, 0.05 in bfloat16."""
-    fake_step_ms: dict[PositiveInt, PositiveFloat] = Field(default_factory=lambda: {1: 1.0, 64: 2.0})
+    fake_step_ms: dict[PositiveInt, Annotated[float, Field(gt=0, le=3_600_000)]] = Field(
+        default_factory=lambda: {1: 1.0, 64: 2.0}
+    )
     """Engine `fake`: milliseconds of a step by number of running sequences; linear between these, constant outside."""
 
 

@@ -1,7 +1,6 @@
 """`python -m scheduler_svc SETTINGS.json`."""
 
-import sys
-
 from scheduler_svc.main import main
+from streamrl.service import end_process
 
-sys.exit(main())
+end_process(main())

@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field, field_validator
 
 from streamrl.planning.dispatch import named_policy
-from streamrl.settings import FleetView, PositiveFloat, PositiveInt, ServiceSettings
+from streamrl.settings import FleetView, PositiveInt, Seconds, ServiceSettings
 
 _HEARTBEATS_PER_LEASE = 5
 
@@ -20,7 +20,7 @@ class SchedulerSection(FleetView):
     max_dispatches: PositiveInt = 3
     """How often a sample is given to an instance before it is given up. Times when it was given back unstarted do not
     count."""
-    fleet_wait_s: PositiveFloat = 60.0
+    fleet_wait_s: Seconds = 60.0
     """How long after the first instance has registered the scheduler waits for the others (`generator.num_instances`)
     before it dispatches to those that are there."""
 

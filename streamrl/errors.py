@@ -13,6 +13,7 @@ StreamRLError                 what the system met: exit code 1
 ├── PublishError              a weight version could not be published
 ├── CheckpointError           a checkpoint is damaged, or was written by other ranks than read it
 ├── RecordError               a Kafka record cannot be handled: it goes to dead-letters
+├── StorageError              a disk is full or cannot be written
 ├── NoProgressError           nothing moved for longer than allowed
 ├── UnusableBatchError        not one sample of a batch could be generated or scored
 └── ServiceDiedError          a service ended and is not coming back
@@ -73,6 +74,10 @@ class CheckpointError(StreamRLError):
 
 class RecordError(StreamRLError):
     """A Kafka record cannot be handled."""
+
+
+class StorageError(StreamRLError):
+    """A disk is full or cannot be written."""
 
 
 class NoProgressError(StreamRLError):

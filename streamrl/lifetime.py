@@ -21,6 +21,9 @@ from streamrl import tied_exec
 ORPHAN_GRACE_S = 6.0
 """A process whose parent died has this long for an orderly end, whatever it was promised for other ends."""
 
+_watched_parent: int | None = None
+"""Process whose death `on_termination` waits for."""
+
 _PR_SET_PDEATHSIG = 1
 _PR_GET_PDEATHSIG = 2
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -95,6 +98,8 @@ def on_termination(stop: Callable[[], None], *, grace_s: float) -> None:
         _exit_after(grace_s)
         stop()
 
+    global _watched_parent
+
     def handle(_signal: int, _frame: object) -> None:
         if asked:
             os._exit(128 + signal.SIGINT)
@@ -110,10 +115,30 @@ def on_termination(stop: Callable[[], None], *, grace_s: float) -> None:
     signal.signal(signal.SIGTERM, handle)
     signal.signal(signal.SIGINT, handle)
     if _parent_death_signal() == signal.SIGTERM:
-        parent_fd = _open_process(os.getppid())
+        _watched_parent = os.getppid()
+        parent_fd = _open_process(_watched_parent)
         threading.Thread(target=end_after_parent, args=(parent_fd,), name="parent-watch", daemon=True).start()
         # Only now: a parent that died before its descriptor was open has sent SIGTERM.
         die_with_parent(with_signal=signal.SIGCONT)
+
+
+def bound_exit(limit_s: int) -> None:
+    """For a process whose work is done, before its interpreter is taken down: the kernel ends it when that takes longer
+    than `limit_s`, and, where `on_termination` watched its parent, as soon as that dies. No other signal changes its
+    exit code any more.
+
+    Threads that are no daemons can hold up that end for ever, and so can the libraries with code of their own that are
+    taken down in it. Neither signal handlers nor the threads of `on_termination` run by then: only what the kernel does
+    by itself still holds. The end itself stays an ordinary one, unlike with os._exit, because functions of the user's
+    (rewards) run in our processes: what they have left in open files, or to functions of atexit, is to be kept.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+    signal.alarm(limit_s)
+    if _watched_parent is not None:
+        die_with_parent(_watched_parent)
 
 
 def _exit_after(delay_s: float) -> None:

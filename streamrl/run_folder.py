@@ -37,7 +37,7 @@ RunState = Literal["running", "completed", "stopped", "failed", "dead"]
 
 
 _RESTORE_RECORD = (
-    "Restore it from a copy; without it the run can be neither shown nor resumed: remove the folder and start a new run"
+    "Restore it from a copy; without it the run can be neither shown nor resumed: start a new one under another run.id"
 )
 
 
@@ -151,14 +151,21 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             try:
                 # The one step that two commands cannot both take.
-                with self.record.open("x") as file:
-                    file.write(record.model_dump_json(indent=2))
+                file = self.record.open("x")
             except FileExistsError:
                 raise self._taken() from None
-            self.logs.mkdir(exist_ok=True)
-            self.begin_attempt()
-            write_private(self.settings, settings)
-            _point_latest_at(self.path)
+            try:
+                with file:
+                    file.write(record.model_dump_json(indent=2))
+                self.logs.mkdir(exist_ok=True)
+                self.begin_attempt()
+                write_private(self.settings, settings)
+                _point_latest_at(self.path)
+            except OSError:
+                # A run that never was: its id can be used once the disk has space again.
+                for written in (self.settings, self.attempt, self.record):
+                    written.unlink(missing_ok=True)
+                raise
 
     def _taken(self) -> ValueError:
         return ValueError(
@@ -171,9 +178,11 @@ class RunFolder:
         """Keeps other commands from running this run meanwhile. The kernel lets go of it whatever ends the process.
 
         Raises:
-            ValueError: another process has it.
+            ValueError: another process has it, or the folder cannot be written.
         """
-        with (self.path / "lock").open("a") as file:
+        with unusable_as_bad_input(self.path):
+            file = (self.path / "lock").open("a")
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -230,6 +239,26 @@ class RunFolder:
         """Replaces run.json: a reader sees the old one or the new one."""
         replace_file(self.record, record.model_dump_json(indent=2))
 
+    def write_end(self, record: RunRecord) -> None:
+        """Replaces run.json for good, even on a full disk: there it is written over, in the place that the old one has.
+
+        Raises:
+            OSError: that place is too small, or cannot be written either.
+        """
+        try:
+            self.write_record(record)
+        except OSError as error:
+            text = record.model_dump_json(indent=2).encode()
+            file = os.open(self.record, os.O_WRONLY)
+            try:
+                place = os.fstat(file)
+                if len(text) > max(place.st_size, place.st_blocks * 512):
+                    raise error
+                # One write over all of the old one: no reader sees the end of that behind the new one.
+                os.pwrite(file, text.ljust(place.st_size), 0)
+            finally:
+                os.close(file)
+
     def read_record(self) -> RunRecord:
         """What run.json says; of a command that was killed when its trainer was done, that the run is completed.
 
@@ -279,6 +308,13 @@ class RunFolder:
     def damaged_settings(self, reason: object) -> ValueError:
         """Says so of settings.json."""
         return damaged(self.settings, reason, _RESTORE_SETTINGS)
+
+    def is_completed(self) -> bool:
+        """Whether the last attempt's trainer says that the run is completed: what comes later cannot change that."""
+        try:
+            return (self.read_summary() or {}).get("status") == "completed"
+        except ValueError:
+            return False
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Replaces summary.json: a reader sees the old one or the new one."""

@@ -5,11 +5,12 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any, Generic, NoReturn
 
 from pydantic import ValidationError
 
@@ -18,6 +19,7 @@ from streamrl.errors import StaleAttemptError, StreamRLError
 from streamrl.logs import set_up_logs
 from streamrl.rpc.trust import use_identity
 from streamrl.settings import SettingsT, load
+from streamrl.storage import storage_error
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +27,9 @@ EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 TERMINATION_GRACE_S = 60.0
 """A service that was asked to end and has not is ended hard after this."""
+
+EXIT_LIMIT_S = 30
+"""For an interpreter that is taken down when its service has ended."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +73,26 @@ def main(service: Service[SettingsT], argv: list[str] | None = None) -> int:
     except (ValueError, StreamRLError) as error:
         return _failed(error, error_file if not arguments.check else None)
     except Exception as error:  # the outermost edge: whoever started the service must learn why it ended
+        if error_file is not None and (full := storage_error(error, settings.run.folder)) is not None:
+            return _failed(full, error_file if not arguments.check else None)
         logger.exception("%s failed", service.name)
         return _failed(error, error_file if not arguments.check else None)
     return 0
+
+
+def end_process(exit_code: int) -> NoReturn:
+    """Ends a process that `main` was run in; for `__main__.py` alone.
+
+    One that served ends as Python does, but within `EXIT_LIMIT_S`; one that only checked ends at once, whatever threads
+    the modules have started that the settings name.
+    """
+    logging.shutdown()
+    if "--check" in sys.argv[1:]:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+    lifetime.bound_exit(EXIT_LIMIT_S)
+    sys.exit(exit_code)
 
 
 async def _serve(service: Service[SettingsT], settings: SettingsT, instance: str) -> None:

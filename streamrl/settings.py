@@ -14,19 +14,45 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 
 from streamrl.run_folder import LATEST
 
-PositiveInt = Annotated[int, Field(gt=0)]
+_MAX_INT = 2**31 - 1
+"""Counts travel as 32-bit integers."""
+_MAX_SECONDS = 7 * 24 * 3600.0
+"""Longer waits are a mistake, and some clocks have no room for them: librdkafka's end at 24 days of milliseconds."""
+
+PositiveInt = Annotated[int, Field(gt=0, le=_MAX_INT)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=_MAX_INT)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=_MAX_SECONDS)]
 
 
 def _host_and_port(value: str) -> str:
     host, _, port = value.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
+    if not host or not _is_port(port):
         raise ValueError(f"expected host:port, got {value!r}")
     return value
 
 
+def _is_port(text: str) -> bool:
+    return re.fullmatch(r"[0-9]{1,5}", text) is not None and int(text) <= 65535
+
+
 Address = Annotated[str, AfterValidator(_host_and_port)]
 """host:port."""
+
+
+def _brokers(value: str) -> str:
+    for broker in value.split(",") if value else ():
+        host, _, port = broker.strip().rpartition(":")
+        host = host.rpartition("://")[2]
+        if not host or re.search(r"[\s/]", host) or not _is_port(port) or int(port) == 0:
+            raise ValueError(
+                f"expected host:port of one or more brokers, separated by commas, ports from 1 to 65535, got {value!r}"
+            )
+    return value
+
+
+BrokerAddresses = Annotated[str, AfterValidator(_brokers)]
+"""host:port of brokers, separated by commas; empty: none."""
 
 
 class _NumbersAreNoTruthValues(BaseModel):
@@ -78,9 +104,9 @@ class RunSection(Section):
     """Life of the run, raised by each resume. Set by the command."""
     site: str = ""
     """Site that this process stands at, a name under `sites`; empty: there is one only. Set by `serve --site`."""
-    max_restarts: Annotated[int, Field(ge=0)] = 5
+    max_restarts: NonNegativeInt = 5
     """How often within an hour `streamrl run` starts one and the same service again that died, before the run fails."""
-    no_progress_s: Annotated[float, Field(ge=0)] = 900.0
+    no_progress_s: Annotated[float, Field(ge=0, le=_MAX_SECONDS)] = 900.0
     """The run fails when nothing has moved for so long: no service works, and each waits for another. 0: it waits for
     ever."""
     watched: bool = False
@@ -109,7 +135,7 @@ class PipelineSection(Section):
     """sync: training begins as samples arrive, all of them from the newest weights. async: generation and training
     overlap, samples at most `max_staleness` versions old. colocated: generate everything, then train, in turn, each on
     the whole machine."""
-    max_staleness: Annotated[int, Field(ge=0)] = Field(default=1, validate_default=False)
+    max_staleness: NonNegativeInt = Field(default=1, validate_default=False)
     """k: how many versions a token may be older than its batch. async: 1 or more; 0 in the other modes."""
 
     @model_validator(mode="before")
@@ -152,14 +178,19 @@ class RpcSection(Section):
     """Folder with the certificates and tokens that the services know each other by, as `streamrl certs` makes it: every
     call then goes over TLS with certificates on both sides, carries the token of its caller's role, and only a trainer
     may publish weights. Left out: plaintext, for loopback and networks of the run's own."""
-    deadline_s: PositiveFloat = 20.0
+    deadline_s: Seconds = 20.0
     """Deadline of a call that moves no bulk data."""
-    patience_s: PositiveFloat = 120.0
+    patience_s: Seconds = 120.0
     """How long a service goes on trying to reach a peer that does not answer before it gives up."""
 
 
+_MAX_RETENTION_HOURS = 100 * 365 * 24.0
+_MAX_MESSAGE_BYTES = 1_000_000_000
+"""librdkafka's limit."""
+
+
 class KafkaSection(Section):
-    bootstrap_servers: str = ""
+    bootstrap_servers: BrokerAddresses = ""
     """host:port of one or more brokers, separated by commas. Empty: `streamrl run` starts the embedded broker."""
     embedded: Literal["tansu", "apache"] = "tansu"
     """Which broker `streamrl run` starts when `bootstrap_servers` is empty. tansu keeps its topics in memory. apache,
@@ -172,15 +203,15 @@ class KafkaSection(Section):
     """Partitions of topic `rollouts`."""
     replication_factor: Annotated[int, Field(gt=0, le=100)] = 1
     """Copies of each topic in the cluster."""
-    retention_hours: PositiveFloat = 24.0
+    retention_hours: Annotated[float, Field(gt=0, le=_MAX_RETENTION_HOURS)] = 24.0
     """How long a topic keeps a record."""
-    retention_bytes: PositiveInt = 8 * 1024**3
+    retention_bytes: Annotated[int, Field(gt=0, lt=2**63)] = 8 * 1024**3
     """How much a topic keeps in each partition."""
-    max_message_bytes: PositiveInt = 8 * 1024**2
+    max_message_bytes: Annotated[int, Field(gt=0, le=_MAX_MESSAGE_BYTES)] = 8 * 1024**2
     """Largest record. The longest legal rollout must fit (about 9 bytes a token)."""
     compression: Literal["none", "gzip", "snappy", "lz4", "zstd"] = "lz4"
     """How producers compress."""
-    patience_s: PositiveFloat = 120.0
+    patience_s: Annotated[float, Field(ge=0.1, le=_MAX_SECONDS)] = 120.0
     """How long a service goes on trying to reach a broker that does not answer, and to deliver a record, before it
     gives up."""
 
@@ -191,7 +222,7 @@ class WeightsSection(Section):
     kv_on_swap: Literal["recompute", "keep"] = "recompute"
     """in_flight only. recompute: running sequences get their cache anew under the new weights. keep: they go on with
     the old cache."""
-    keep_versions: Annotated[int, Field(ge=2)] = 3
+    keep_versions: Annotated[int, Field(ge=2, le=_MAX_INT)] = 3
     """How many of the newest versions weights_svc keeps on disk; older ones go when no receiver uses them."""
     chunk_bytes: Annotated[int, Field(ge=4096, le=32 * 1024**2)] = 2 * 1024**2
     """Bulk data travels in chunks of this size."""
@@ -217,7 +248,7 @@ class SamplingView(View):
     """Generators that `streamrl run` starts."""
     max_tokens: PositiveInt = 256
     """Longest answer, its ending token included. A longer one is cut and counts as truncated."""
-    max_model_len: Annotated[int, Field(ge=0)] = 0
+    max_model_len: NonNegativeInt = 0
     """Most tokens of a prompt and its answer together. 0: what the model's config allows."""
     temperature: PositiveFloat = 1.0
     """Of training samples. Evaluation is greedy."""
@@ -243,7 +274,7 @@ class FleetView(View):
 
     max_instances: Annotated[int, Field(gt=0, le=4096)] = 64
     """Most instances at once: the number of partitions of topic `assignments`."""
-    lease_s: Annotated[float, Field(ge=0.5)] = 10.0
+    lease_s: Annotated[float, Field(ge=0.5, le=_MAX_SECONDS)] = 10.0
     """An instance that gets no answer from the scheduler for this long stops, and its samples go to others."""
 
 

@@ -1,23 +1,32 @@
 """Files that are replaced whole: a reader sees the old content or the new one, whatever dies in between."""
 
+import contextlib
 import os
 from pathlib import Path
 
 
 def replace_file(path: Path, text: str, *, mode: int = 0o644, flush: bool = False) -> None:
-    """Writes a file anew.
+    """Writes a file anew. When that fails, the old one stands, and nothing is left beside it.
 
     Args:
         mode: its permissions.
         flush: returns when it would outlive a loss of power too.
+
+    Raises:
+        OSError: it could not be written.
     """
     new = path.with_name(f".{path.name}.{os.getpid()}")
-    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as file:
-        file.write(text)
-        if flush:
-            file.flush()
-            os.fsync(file.fileno())
-    new.replace(path)
+    try:
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as file:
+            file.write(text)
+            if flush:
+                file.flush()
+                os.fsync(file.fileno())
+        new.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        raise
     if flush:
         folder = os.open(path.parent, os.O_RDONLY)
         try:

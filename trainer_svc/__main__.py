@@ -1,7 +1,6 @@
 """`python -m trainer_svc SETTINGS.json`."""
 
-import sys
-
+from streamrl.service import end_process
 from trainer_svc.main import main
 
-sys.exit(main())
+end_process(main())

@@ -73,7 +73,7 @@ def lead(
     Raises:
         StreamRLError: the run failed; its summary and the tracker say so too.
     """
-    run_log = RunLog(_tracker_of(settings, state)).start()
+    run_log = RunLog(_tracker_of(settings, state), tell=control.note).start()
     run_log.take_up(state.unlogged)
     tracked: TrackedStatus = "FAILED"
     try:

@@ -147,7 +147,7 @@ class _Function:
         try:
             value = self.call(**arguments)
             # Larger ones are mistakes, and their squares no floats any more.
-            usable = isinstance(value, numbers.Real) and abs(value) <= LARGEST_REWARD
+            usable = isinstance(value, numbers.Real) and abs(float(value)) <= LARGEST_REWARD
         except (Exception, SystemExit) as error:  # a user's code may raise anything; the run goes on without the sample
             logger.exception("reward %s failed on %r", self.name, sample)
             raise RewardError(f"reward {self.name} raised {type(error).__name__}: {error}; sample: {sample}") from error

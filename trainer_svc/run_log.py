@@ -1,6 +1,7 @@
 """Logs the run to a tracker in a thread of its own: a slow or dead tracker neither stops nor slows training.
 
-What cannot be logged is tried again, then dropped, with one warning and a counter. MLflow itself is
+What cannot be logged is tried again, then dropped, with one warning and a counter; whoever started the run is told of
+the first loss. MLflow itself is
 trainer_svc/mlflow_tracker.py; what the figures mean is trainer_svc/figures.py.
 """
 
@@ -76,12 +77,16 @@ class Tracker(Protocol):
 class RunLog:
     """A queue in front of a tracker."""
 
-    def __init__(self, make_tracker: Callable[[], Tracker] | None) -> None:
+    def __init__(
+        self, make_tracker: Callable[[], Tracker] | None, *, tell: Callable[[str], None] = lambda _sentence: None
+    ) -> None:
         """
         Args:
             make_tracker: called in the thread, where heavy imports disturb nobody; None: nothing is logged.
+            tell: gets one sentence, in any thread, when something is lost for the first time.
         """
         self._make_tracker = make_tracker
+        self._tell = tell
         self._jobs: queue.Queue[_Job | None] = queue.Queue(_QUEUE_LENGTH)
         self._tracker: Tracker | None = None
         self._dropped = 0
@@ -212,3 +217,9 @@ class RunLog:
         self._dropped += 1
         level = logging.WARNING if self._dropped == 1 else logging.DEBUG
         logger.log(level, "%s could not be logged, and training goes on: %s", what, reason)
+        if self._dropped == 1:
+            first_line = next(iter(str(reason).splitlines()), type(reason).__name__)
+            self._tell(
+                f"the tracker (mlflow.tracking_uri) does not take {what}: {first_line}. Training goes on, and what "
+                "cannot be logged is lost"
+            )

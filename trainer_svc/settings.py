@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from streamrl.settings import PositiveFloat, PositiveInt, Section, ServiceSettings
+from streamrl.settings import NonNegativeInt, PositiveFloat, PositiveInt, Section, ServiceSettings
 from trainer_svc.algorithms import ALGORITHMS
 
 _LATER_ALGORITHMS = ("dapo", "reinforce_pp", "ppo")
@@ -24,7 +24,7 @@ class TrainerSection(Section):
     """Batches to train: one optimizer step and one weight version each."""
     learning_rate: PositiveFloat = 1e-6
     """Of AdamW, constant after the warm-up."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate rises linearly."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """Decay rates of AdamW's two moments."""
@@ -72,7 +72,7 @@ class TrainerSection(Section):
     """Computes activations again in the backward pass instead of keeping them: less memory, more time."""
     deterministic: bool = False
     """Orders micro-batches by identity and waits for a whole batch first: the same samples give the same bits."""
-    checkpoint_every: Annotated[int, Field(ge=0)] = 10
+    checkpoint_every: NonNegativeInt = 10
     """Iterations between checkpoints; 0: only when the run ends or is stopped."""
     keep_checkpoints: PositiveInt = 2
     """How many of the newest checkpoints stay on disk."""
@@ -107,7 +107,7 @@ class DataSection(Section):
     another seed); a file needs another file."""
     prompts_per_batch: Annotated[int, Field(gt=0, le=1_000_000)] = 32
     """Prompts of one iteration."""
-    samples_per_prompt: PositiveInt = 8
+    samples_per_prompt: Annotated[int, Field(gt=0, le=1_000_000)] = 8
     """Answers drawn for each training prompt."""
     prompt_field: str = "prompt"
     """Field of a file's rows that holds the prompt: a text, or a list of chat messages."""
@@ -155,16 +155,16 @@ class RewardSection(Section):
 class EvalSection(Section):
     num_prompts: PositiveInt = 512
     """The first so many held-out prompts (fewer when there are fewer) are answered greedily."""
-    every: Annotated[int, Field(ge=0)] = 10
+    every: NonNegativeInt = 10
     """Iterations between evaluations; 0: only before the first and after the last."""
 
 
 class MlflowSection(Section):
     tracking_uri: str = ""
     """Where runs are logged. Empty: a SQLite file in `run.dir`. `off`: nowhere."""
-    experiment: str = "streamrl"
+    experiment: Annotated[str, Field(min_length=1)] = "streamrl"
     """Name of the experiment."""
-    sample_answers: Annotated[int, Field(ge=0)] = 4
+    sample_answers: NonNegativeInt = 4
     """Answers that are written into a table after each iteration."""
 
 

@@ -1,5 +1,4 @@
-import sys
-
+from streamrl.service import end_process
 from weights_svc.main import main
 
-sys.exit(main())
+end_process(main())

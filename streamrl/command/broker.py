@@ -184,8 +184,13 @@ def check_embedded(settings: KafkaSection) -> None:
     """Raises ValueError when this machine does not have what the embedded broker needs."""
     if settings.embedded == "apache":
         KafkaDownload.find(settings.home)
-    else:
-        broker_binary()
+        return
+    if settings.home and not Path(settings.home).expanduser().is_dir():
+        raise ValueError(
+            f"kafka.home is {settings.home}, where no folder is: leave it out, or give that of an Apache Kafka "
+            'download and set kafka.embedded = "apache"'
+        )
+    broker_binary()
 
 
 def _tail(log: Path) -> str:

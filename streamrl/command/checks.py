@@ -3,12 +3,13 @@
 Nothing of the run is written or started here. What settings say about each other was checked by resolve.py.
 """
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -36,7 +37,11 @@ NOT_CHECKED_OFFLINE = (
 _ADDRESSES = ("trainer_address", "scheduler_address", "weights_address", "generator_address")
 # Services whose --check looks at files and functions that the settings name.
 _CHECKED_SERVICES = ("trainer", "generator")
-_SERVICE_TIMEOUT_S = 60.0
+_SERVICE_TIMEOUT_S = 600.0
+"""The checks import large libraries, which takes minutes from a slow or busy disk."""
+_SERVICE_WORD_S = 20.0
+"""Between words about checks that last."""
+_LOG_TAIL_LINES = 5
 
 
 def check_addresses(settings: Settings) -> None:
@@ -94,8 +99,11 @@ def check_accelerators(settings: Settings) -> None:
     gpu_shares(settings, visible_gpus(os.environ))
 
 
-def check_services(settings: Settings) -> None:
+def check_services(settings: Settings, say: Callable[[str], None]) -> None:
     """Lets each service check the settings, all at once, each in a process of its own (they import large libraries).
+
+    Args:
+        say: called with a sentence now and then while they last.
 
     Raises:
         ValueError: with what they all found.
@@ -114,9 +122,9 @@ def check_services(settings: Settings) -> None:
             )
             for service in _CHECKED_SERVICES
         }
-        deadline = time.monotonic() + _SERVICE_TIMEOUT_S
         try:
-            outcomes = [_outcome(service, *check, deadline) for service, check in checks.items()]
+            _await_checks({service: process for service, (process, _) in checks.items()}, say)
+            outcomes = [_outcome(service, *check) for service, check in checks.items()]
         finally:
             for process, _ in checks.values():
                 process.kill()
@@ -129,20 +137,38 @@ def check_services(settings: Settings) -> None:
         raise problems[0]
 
 
-def _outcome(
-    service: str, process: "subprocess.Popen[bytes]", log: Path, deadline: float
-) -> ValueError | StreamRLError | None:
+def _await_checks(checks: Mapping[str, "subprocess.Popen[bytes]"], say: Callable[[str], None]) -> None:
+    """Waits for the end of all checks, as long as they may take."""
+    begun_s = time.monotonic()
+    while (age_s := time.monotonic() - begun_s) < _SERVICE_TIMEOUT_S:
+        last = [service for service, process in checks.items() if process.poll() is None]
+        if not last:
+            return
+        if age_s >= _SERVICE_WORD_S:
+            names = " and ".join(f"{service}_svc" for service in last)
+            say(f"still checking after {age_s:.0f} s: {names} (limit {_SERVICE_TIMEOUT_S:.0f} s)")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            checks[last[0]].wait(min(_SERVICE_WORD_S, _SERVICE_TIMEOUT_S - age_s))
+
+
+def _outcome(service: str, process: "subprocess.Popen[bytes]", log: Path) -> ValueError | StreamRLError | None:
     """What a check found; None: nothing."""
-    try:
-        exit_code = process.wait(max(deadline - time.monotonic(), 0.0))
-    except subprocess.TimeoutExpired:
-        return StreamRLError(f"{service}_svc has not checked its settings within {_SERVICE_TIMEOUT_S:g} s")
+    exit_code = process.poll()
     if exit_code == 0:
         return None
     lines = log.read_text(errors="replace").splitlines()
+    if exit_code is None:
+        said = f"its last lines: {' / '.join(lines[-_LOG_TAIL_LINES:])}" if lines else "it has said nothing"
+        return StreamRLError(
+            f"the check of {service}_svc still ran after {_SERVICE_TIMEOUT_S:g} s and was given up ({said}). Either "
+            "this machine is very busy, or a module that the settings name (reward.functions) does not come back "
+            "from its import"
+        )
     report = _last_report(lines)
     if report is None:
-        return StreamRLError(f"the check of {service}_svc failed (exit code {exit_code}): {' / '.join(lines[-5:])}")
+        return StreamRLError(
+            f"the check of {service}_svc failed (exit code {exit_code}): {' / '.join(lines[-_LOG_TAIL_LINES:])}"
+        )
     if report["kind"] == "bad_input":
         return ValueError(report["message"])
     return StreamRLError(f"the check of {service}_svc failed: {report['kind']}: {report['message']}")

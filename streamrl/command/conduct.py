@@ -27,6 +27,7 @@ from streamrl.command.supervisor import Supervisor, service_launches
 from streamrl.command.watchdog import Watchdog
 from streamrl.errors import NoProgressError, StreamRLError
 from streamrl.run_folder import RunFolder, RunRecord, RunStatus, ServiceRecord
+from streamrl.storage import storage_error
 from streamrl.v1.trainer_pb2 import TrainerServiceGetStatusResponse
 
 logger = logging.getLogger(__name__)
@@ -116,7 +117,8 @@ class _Conductor:
         async with Observer(self._settings.run.id, self._settings.rpc) as observer:
             try:
                 while (next_attempt := await self._attempt(observer)) is not None:
-                    if not await self._pause_before(next_attempt):
+                    # What its trainer has completed is not begun again, whatever ended beside it.
+                    if self._folder.is_completed() or not await self._pause_before(next_attempt):
                         break
                     self._settings = begin_next_attempt(self._folder, self._settings)
                     if self._broker is not None:
@@ -124,6 +126,11 @@ class _Conductor:
             except (ValueError, StreamRLError) as caught:
                 logger.error("the run failed: %s", caught)
                 error = caught
+            except OSError as caught:
+                error = storage_error(caught, self._folder.path)
+                if error is None:
+                    raise
+                logger.error("the run failed: %s", error)
             finally:
                 # Everything is ended now anyway, within seconds: a signal makes it at once.
                 self._signals.hand_to(self._abort_asked.set)
@@ -293,6 +300,9 @@ class _Conductor:
             summary = self._folder.read_summary()
         except ValueError as damaged:
             error = error or StreamRLError(str(damaged))
+        if error is not None and self._folder.is_completed():
+            logger.warning("the run was completed before: %s", error)
+            error = None
         status: RunStatus
         if error is not None:
             status = "failed"
@@ -310,9 +320,15 @@ class _Conductor:
         if summary is not None and status == "failed" != summary.get("status"):
             # A trainer that was ended because another service had died says "stopped": it cannot know why.
             summary = {**summary, "status": status}
-            self._folder.write_summary(summary)
         report = None if error is None else error_report(error)
-        self._folder.write_record(self._record.ended(status, now_text(), report))
+        try:
+            self._folder.write_end(self._record.ended(status, now_text(), report))
+            if status == "failed" and summary is not None:
+                self._folder.write_summary(summary)
+        except OSError as caught:
+            # How it ended is told all the same; a run whose record says that it runs can be taken up again, too.
+            logger.error("how the run ended could not be written: %s", caught)
+            error = error or storage_error(caught, self._folder.path) or StreamRLError(str(caught))
         return Outcome(status, summary, self._iterations, error)
 
     @property

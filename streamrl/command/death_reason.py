@@ -1,6 +1,7 @@
 """Why a service ended, in words: from its exit code, the error file it left, and its log."""
 
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from streamrl.run_folder import RunFolder
 _READ_BYTES = 256 * 1024
 _TAIL_LINES = 3
 _MAX_LENGTH = 500
+_LEAST_FREE_BYTES = 64 * 1024
 # The last line of a traceback, bare or behind the prefix of an engine: "(Worker pid=7) ERROR … [x.py:3] ".
 _RAISED = re.compile(r"^(?:\(.*\] )?((?:\w+\.)*\w*(?:Error|Exception): \S.*)$")
 
@@ -31,6 +33,9 @@ def death_reason(folder: RunFolder, instance: str, exit_code: int, log_start: in
         cause = f"; the first error in its log: {raised}" if raised and raised not in error["message"] else ""
         return error["message"] + cause
     words = raised or " / ".join(lines[-_TAIL_LINES:])
+    if exit_code > 0 and shutil.disk_usage(folder.path).free < _LEAST_FREE_BYTES:
+        # Its error file and its log had no place either.
+        words = f"the disk of run folder {folder.path} is full. Free space, then streamrl resume {folder.path}"
     return describe_exit(exit_code) + (f": {words[:_MAX_LENGTH]}" if words else "")
 
 

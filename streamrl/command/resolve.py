@@ -31,6 +31,7 @@ from streamrl.command.setting_names import (
     without,
 )
 from streamrl.command.settings import SERVICE_SETTINGS, Settings
+from streamrl.settings import RunSection
 
 _ENVIRONMENT = "environment"
 _PREFIX = "STREAMRL_"
@@ -68,6 +69,11 @@ def resolve(config: Path, assignments: Sequence[str], *, must_have_id: bool = Fa
     )
     if must_have_id and settings is not None and not settings.run.id:
         problems.append("run.id is empty: services that are started one by one need one name for their run")
+    if settings is not None and settings.run.attempt != RunSection().attempt:
+        problems.append(
+            f"run.attempt is {settings.run.attempt}: leave it out, for a run begins with its first attempt, and each "
+            "resume raises it by itself"
+        )
     if problems or settings is None:
         raise ValueError(_listed(problems))
     run = settings.run.model_copy(

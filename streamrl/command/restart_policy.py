@@ -4,7 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from streamrl.errors import CheckpointError, NoProgressError, StaleAttemptError, StreamRLError, UnusableBatchError
+from streamrl.errors import (
+    CheckpointError,
+    NoProgressError,
+    StaleAttemptError,
+    StorageError,
+    StreamRLError,
+    UnusableBatchError,
+)
 
 EXIT_BAD_INPUT = 2
 WINDOW_S = 3600.0
@@ -13,7 +20,13 @@ WINDOW_S = 3600.0
 _FIRST_DELAY_S = 1.0
 _LONGEST_DELAY_S = 30.0
 _LONGEST_DOUBLINGS = 10
-_FINAL: tuple[type[StreamRLError], ...] = (CheckpointError, NoProgressError, StaleAttemptError, UnusableBatchError)
+_FINAL: tuple[type[StreamRLError], ...] = (
+    CheckpointError,
+    NoProgressError,
+    StaleAttemptError,
+    StorageError,
+    UnusableBatchError,
+)
 """What another life would meet again."""
 _FINAL_KINDS = frozenset(error.__name__ for error in _FINAL)
 
@@ -50,6 +63,8 @@ class Death:
     its own error: another try would meet the same settings, the same model and the same machine."""
     in_vain: bool = False
     """Whether it failed by an error, as its life before did, and no iteration was finished in between."""
+    run_is_completed: bool = False
+    """Whether the trainer had said so before."""
     loses_topics: bool = False
     """For the broker: what it held is gone."""
 
@@ -64,6 +79,9 @@ def decide(death: Death, *, deaths_s: Sequence[float], max_restarts: int) -> Dec
         deaths_s: ages in seconds of the deaths of the same process, this one (0) included.
         max_restarts: deaths within WINDOW_S that are made good.
     """
+    # A trainer that has said that the run is completed has nothing left to do but to end, however it does that.
+    if death.service == "trainer" and death.run_is_completed:
+        return Decision("done")
     if death.exit_code == 0 and death.service in ("trainer", "generator"):
         return Decision("done")
     # A signal comes from outside (a kill, the kernel short of memory): it says nothing about the settings.

@@ -42,6 +42,7 @@ from streamrl.kafka.connection import Connection
 from streamrl.kafka.topic_states import refuse_used_topics
 from streamrl.lifetime import ProcessIdentity
 from streamrl.run_folder import RunFolder, RunRecord, ServiceRecord
+from streamrl.storage import told_as_storage_error
 
 
 def run(arguments: Namespace) -> int:
@@ -66,7 +67,7 @@ def run(arguments: Namespace) -> int:
         )
     signals = StopSignals()
     uses_cluster = bool(settings.kafka.bootstrap_servers)
-    with contextlib.ExitStack() as stack:
+    with told_as_storage_error(folder.path), contextlib.ExitStack() as stack:
         display = stack.enter_context(contextlib.closing(open_display(settings.generator.num_instances)))
 
         def create(settings: Settings, record: RunRecord) -> Settings:
@@ -104,7 +105,7 @@ def carry_out(
     with ThreadPoolExecutor(1) as waiter:
         # A broker that does not answer is waited for beside the services' checks, which need this thread.
         broker_check = waiter.submit(check_broker, settings)
-        check_services(settings)
+        check_services(settings, display.step)
         broker_check.result()
     settings = with_addresses(settings)
     settings = settings.model_copy(update={"run": settings.run.model_copy(update={"watched": True})})
@@ -122,7 +123,7 @@ def carry_out(
             try:
                 broker.wait_ready()
             except StreamRLError as error:
-                folder.write_record(record.ended("failed", now_text(), error_report(error)))
+                folder.write_end(record.ended("failed", now_text(), error_report(error)))
                 raise
             display.step(f"broker ready at {broker.address}")
         return asyncio.run(conduct(settings, folder, record, display, broker, signals))
@@ -141,6 +142,8 @@ def _first_record(settings: Settings, config: str, broker: EmbeddedBroker | None
 
 def _log_to(log: Path, level: str) -> None:
     """What this process logs goes into the run's folder: standard error shows progress."""
+    # On a full disk lines are lost without a word: whoever cannot go on without the disk tells of it, once.
+    logging.raiseExceptions = False
     handler = logging.FileHandler(log)
     handler.setFormatter(logging.Formatter("%(asctime)s run %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level, handlers=[handler], force=True)
@@ -176,7 +179,7 @@ def _dry_run(settings: Settings, *, as_json: bool) -> int:
     needs = check_memory(settings)
     if not settings.kafka.bootstrap_servers:
         check_embedded(settings.kafka)
-    check_services(settings)
+    check_services(settings, write_error)
     if as_json:
         write_json(
             {

@@ -24,6 +24,7 @@ from streamrl.command.settings import Settings
 from streamrl.command.sites import at_site
 from streamrl.command.supervisor import service_command
 from streamrl.run_folder import RunFolder, unusable_as_bad_input, write_private
+from streamrl.storage import told_as_storage_error
 
 _MUST_FIND = {
     "trainer": ("scheduler_address", "weights_address"),
@@ -60,9 +61,10 @@ def serve(arguments: Namespace) -> int:
     folder = RunFolder(settings.run.folder)
     with unusable_as_bad_input(folder.path):
         (folder.path / "services").mkdir(parents=True, exist_ok=True)
-    if service == "trainer":
-        return _serve_trainer(settings, folder, instance)
-    return _serve_follower(service, settings, folder, instance)
+    with told_as_storage_error(folder.path):
+        if service == "trainer":
+            return _serve_trainer(settings, folder, instance)
+        return _serve_follower(service, settings, folder, instance)
 
 
 def check_final(service: str, settings: Settings) -> None:
@@ -106,7 +108,9 @@ def _serve_trainer(settings: Settings, folder: RunFolder, instance: str) -> int:
             return EXIT_COMPLETED
         settings = begin_next_attempt(folder, settings)
         _announce(settings, instance, folder.settings)
-        return _Foreground().run(service_command("trainer", instance, folder.settings))
+        exit_code = _Foreground().run(service_command("trainer", instance, folder.settings))
+        # One that died when its work was done shall not be started again for it.
+        return EXIT_COMPLETED if folder.is_completed() else exit_code
 
 
 def speaks_for_all(environment: Mapping[str, str]) -> bool:

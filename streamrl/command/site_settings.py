@@ -8,13 +8,13 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from streamrl.settings import Address, Section
+from streamrl.settings import Address, BrokerAddresses, Section
 
 
 class SiteKafkaSection(Section):
     """What differs from section `kafka`."""
 
-    bootstrap_servers: Annotated[str, Field(min_length=1)]
+    bootstrap_servers: Annotated[BrokerAddresses, Field(min_length=1)]
     """host:port of one or more brokers of the site's own Kafka cluster, separated by commas."""
     client: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """librdkafka's own settings for this cluster, over those of `kafka.client`, key by key."""

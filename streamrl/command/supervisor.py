@@ -205,6 +205,7 @@ class Supervisor:
                 exit_code,
                 error_kind=error["kind"] if error is not None else "",
                 was_ready=self._observer.was_ready(instance),
+                run_is_completed=self._folder.is_completed(),
                 in_vain=self._deaths.fails_in_vain(instance, exit_code, self._observer.iterations),
             )
             decision = decide(death, deaths_s=ages_s, max_restarts=self._max_restarts)

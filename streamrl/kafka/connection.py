@@ -137,17 +137,3 @@ class Connection:
 def _is_no_failure(record: logging.LogRecord) -> bool:
     """What librdkafka logs as FAIL, it tells the error callback too."""
     return not record.getMessage().startswith("FAIL ")
-
-
-def check_client(settings: KafkaSection) -> None:
-    """Whether librdkafka takes the settings under `kafka.client`; connects to nobody.
-
-    Raises:
-        ValueError: it does not.
-    """
-    try:
-        # Without a broker's address it has nobody to speak to, and would log that.
-        AdminClient({**settings.client, "log_level": 0})
-    except (KafkaException, TypeError, ValueError) as error:
-        reason = error.args[0].str() if isinstance(error, KafkaException) else str(error)
-        raise ValueError(f"kafka.client: {reason}. Expected names and values of librdkafka's configuration") from error

@@ -3,16 +3,29 @@
 import logging
 import threading
 from types import TracebackType
+from typing import Any
 
 from confluent_kafka import KafkaError, Message, Producer
 
 from streamrl.errors import BrokerUnavailableError, RecordError
 from streamrl.kafka.connection import Connection
+from streamrl.settings import KafkaSection
 
 logger = logging.getLogger(__name__)
 
 _RECORD_OVERHEAD_BYTES = 1024
 _POLL_S = 1.0
+
+
+def producer_config(settings: KafkaSection) -> dict[str, Any]:
+    """What librdkafka is told of a producer, beside how to connect."""
+    return {
+        "enable.idempotence": True,
+        "compression.type": settings.compression,
+        "message.max.bytes": settings.max_message_bytes,
+        "linger.ms": 2,
+        "delivery.timeout.ms": int(settings.patience_s * 1000),
+    }
 
 
 class RecordProducer:
@@ -26,17 +39,7 @@ class RecordProducer:
         settings = connection.settings
         self._connection = connection
         self._max_bytes = settings.max_message_bytes
-        self._producer = Producer(
-            connection.client_config(
-                **{
-                    "enable.idempotence": True,
-                    "compression.type": settings.compression,
-                    "message.max.bytes": settings.max_message_bytes,
-                    "linger.ms": 2,
-                    "delivery.timeout.ms": int(settings.patience_s * 1000),
-                }
-            )
-        )
+        self._producer = Producer(connection.client_config(**producer_config(settings)))
         self._failure: KafkaError | None = None
         self._closed = threading.Event()
         threading.Thread(target=self._serve_reports, name="kafka-delivery-reports", daemon=True).start()

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
@@ -12,6 +13,7 @@ from streamrl.errors import BrokerUnavailableError
 from streamrl.kafka.connection import Connection
 from streamrl.kafka.offset_sequence import OffsetSequence
 from streamrl.kafka.outage import TRANSIENT, Outage
+from streamrl.settings import KafkaSection
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,20 @@ class Record:
         return f"{self.topic}[{self.partition}]@{self.offset}"
 
 
+def reader_config(settings: KafkaSection, topic: str) -> dict[str, Any]:
+    """What librdkafka is told of a reader, beside how to connect."""
+    return {
+        "group.id": f"{topic}.reader",
+        "enable.auto.commit": False,
+        "enable.auto.offset.store": False,
+        "auto.offset.reset": "earliest",
+        "fetch.message.max.bytes": settings.max_message_bytes,
+        # Not every broker wakes a waiting fetch when a record comes: then this is the latency.
+        "fetch.wait.max.ms": 100,
+        "fetch.error.backoff.ms": 100,
+    }
+
+
 class RecordReader:
     """Reads partitions of one topic from the beginning or from given positions.
 
@@ -50,20 +66,7 @@ class RecordReader:
         self._errors_before = connection.num_errors
         first = {partition: offset or 0 for partition, offset in positions.items()}
         self._sequence = OffsetSequence(first)
-        self._consumer = Consumer(
-            connection.client_config(
-                **{
-                    "group.id": f"{topic}.reader",
-                    "enable.auto.commit": False,
-                    "enable.auto.offset.store": False,
-                    "auto.offset.reset": "earliest",
-                    "fetch.message.max.bytes": connection.settings.max_message_bytes,
-                    # Not every broker wakes a waiting fetch when a record comes: then this is the latency.
-                    "fetch.wait.max.ms": 100,
-                    "fetch.error.backoff.ms": 100,
-                }
-            )
-        )
+        self._consumer = Consumer(connection.client_config(**reader_config(connection.settings, topic)))
         self._consumer.assign(
             # Offset 0 saves a look-up of the beginning, half a second; where it has expired, auto.offset.reset helps.
             [TopicPartition(topic, partition, offset) for partition, offset in first.items()]

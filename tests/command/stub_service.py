@@ -6,6 +6,8 @@ does no work. The environment variable STUB says, by instance, how it behaves:
     check_error     --check refuses with this message
     met_attempt     it is refused as long as it is of an earlier attempt than this
     exit_code       it ends with this code, with `error` in its error file
+    check_thread    --check leaves a thread that never ends
+    dies_completed  trainer: it ends with exit_code when it has written its summary
     after_s         seconds before it does so (0: before it registers)
     deaf            it never notices SIGTERM
     child           it leaves a child of its own running
@@ -21,6 +23,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ import grpc
 from streamrl import lifetime
 from streamrl.rpc.channel import open_aio_channel
 from streamrl.rpc.server import Server
+from streamrl.service import end_process
 from streamrl.v1 import scheduler_pb2, scheduler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
 
@@ -43,6 +47,9 @@ def main(service: str) -> None:
     behaviour: dict[str, Any] = json.loads(os.environ.get("STUB", "{}")).get(arguments.instance, {})
     if arguments.check:
         time.sleep(behaviour.get("check_s", 0))
+        if behaviour.get("check_thread"):
+            threading.Thread(target=threading.Event().wait).start()
+            end_process(0)
         if "check_error" in behaviour:
             sys.stderr.write(json.dumps({"kind": "bad_input", "message": behaviour["check_error"]}) + "\n")
             sys.exit(2)
@@ -65,7 +72,7 @@ async def _serve(service: str, instance: str, settings: dict[str, Any], folder: 
         report = {"kind": "StaleAttemptError", "message": "too old", "current_attempt": behaviour["met_attempt"]}
         (folder / "services" / f"{instance}.error.json").write_text(json.dumps(report))
         return 1
-    if "exit_code" in behaviour and not behaviour.get("after_s"):
+    if "exit_code" in behaviour and not behaviour.get("after_s") and not behaviour.get("dies_completed"):
         return _end(instance, folder, behaviour)
     if service == "trainer":
         return await _train(settings, folder, stop, behaviour)
@@ -184,6 +191,8 @@ async def _train(settings: dict[str, Any], folder: Path, stop: asyncio.Event, be
         trainer.status.iteration += 1
         checkpoint.write_text(str(trainer.status.iteration))
         trainer.status.metrics["reward/mean"] = 0.5
+        if behaviour.get("dies_completed"):
+            continue
         lived_s = (trainer.status.iteration - first_iteration) * behaviour.get("iteration_s", 0.1)
         if "exit_code" in behaviour and lived_s >= behaviour["after_s"]:
             checkpoint.write_text(str(first_iteration))
@@ -193,7 +202,7 @@ async def _train(settings: dict[str, Any], folder: Path, stop: asyncio.Event, be
     summary["attempts"] = settings["run"]["attempt"]
     (folder / "summary.json").write_text(json.dumps(summary))
     await server.stop()
-    return 0
+    return int(behaviour["exit_code"]) if behaviour.get("dies_completed") else 0
 
 
 def summary_of(run_id: str, status: str, iterations: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 from confluent_kafka.admin import AdminClient
 
 from streamrl import lifetime
-from streamrl.command.broker import BrokerLaunch, EmbeddedBroker
+from streamrl.command.broker import BrokerLaunch, EmbeddedBroker, check_embedded
 from streamrl.errors import BrokerUnavailableError
 from streamrl.kafka.connection import Connection
 from streamrl.settings import KafkaSection
@@ -65,3 +65,9 @@ def test_a_broker_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
         assert lifetime.wait_ended(broker_fd, timeout_s=10)
     finally:
         os.close(broker_fd)
+
+
+def test_a_folder_of_apache_kafka_that_is_not_there_is_told_whichever_broker_is_meant() -> None:
+    for settings in (KafkaSection(home="/nonexistent"), KafkaSection(home="/nonexistent", embedded="apache")):
+        with pytest.raises(ValueError, match=r"^kafka\.home is /nonexistent, where no "):
+            check_embedded(settings)

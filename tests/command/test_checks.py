@@ -1,12 +1,16 @@
 """What is looked at before a run starts."""
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from streamrl.command import checks
 from streamrl.command.memory_needs import MemoryNeeds
 from streamrl.command.ports import free_port
 from streamrl.command.settings import Settings
-from streamrl.errors import BrokerUnavailableError
+from streamrl.errors import BrokerUnavailableError, StreamRLError
 
 
 def _settings(**sections: object) -> Settings:
@@ -52,3 +56,28 @@ def test_a_run_that_needs_more_memory_than_there_is_is_refused(monkeypatch: pyte
     # With a GPU most of it is not in this memory.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert checks.check_memory(_settings()) == too_much
+
+
+def _spawned(place: Any, **stub: Any) -> list[str]:
+    """What is said while the services check."""
+    said: list[str] = []
+    environment = {"STUB": json.dumps(stub), "PYTHONPATH": f"{place.folder}:{Path.cwd()}"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place.folder)
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        checks.check_services(_settings(), said.append)
+    return said
+
+
+def test_a_check_that_leaves_a_thread_running_ends(place: Any) -> None:
+    assert _spawned(place, trainer={"check_thread": True}) == []
+
+
+def test_a_check_that_lasts_is_told_and_given_up_by_name(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_SERVICE_WORD_S", 0.05)
+    said = _spawned(place, trainer={"check_s": 0.5})
+    assert said and said[-1].startswith("still checking after ") and "trainer_svc" in said[-1]
+    monkeypatch.setattr(checks, "_SERVICE_TIMEOUT_S", 3.0)
+    with pytest.raises(StreamRLError, match=r"the check of trainer_svc still ran after 3 s and was given up \(it has"):
+        _spawned(place, trainer={"check_s": 1000})

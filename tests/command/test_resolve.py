@@ -1,5 +1,6 @@
 """From file, environment and arguments to final settings."""
 
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -132,3 +133,51 @@ def test_sections_merge_key_by_key_even_when_given_whole(config: Path, monkeypat
 def test_a_run_cannot_take_the_name_of_the_link_to_the_newest(config: Path) -> None:
     with pytest.raises(ValueError, match="'latest' is the name of the link"):
         resolve(config, ["run.id=latest"])
+
+
+@pytest.mark.parametrize(
+    ("assignment", "expected"),
+    [
+        ("kafka.patience_s=3e6", "less than or equal to 604800"),
+        ("kafka.patience_s=0.001", "greater than or equal to 0.1"),
+        ("rpc.patience_s=1e10", "less than or equal to 604800"),
+        ("rpc.deadline_s=1e10", "less than or equal to 604800"),
+        ("run.no_progress_s=1e10", "less than or equal to 604800"),
+        ("scheduler.lease_s=1e10", "less than or equal to 604800"),
+        ("scheduler.fleet_wait_s=1e10", "less than or equal to 604800"),
+        ("generator.drain_timeout_s=1e10", "less than or equal to 604800"),
+        ("kafka.max_message_bytes=2000000000", "less than or equal to 1000000000"),
+        ("generator.kv_cache_gib=1e308", "less than or equal to 1000000"),
+        ("kafka.retention_hours=1e308", "less than or equal to 876000"),
+        ("kafka.bootstrap_servers=,,,", "host:port of one or more brokers"),
+        ("kafka.bootstrap_servers=:", "host:port of one or more brokers"),
+        ("kafka.bootstrap_servers=127.0.0.1:99999", "ports from 1 to 65535"),
+        ("kafka.bootstrap_servers=kafka", "host:port of one or more brokers"),
+        ("mlflow.experiment=''", "at least 1 character"),
+        ("run.attempt=5", "leave it out"),
+        ("data.samples_per_prompt=100000000000000000000000", "less than or equal to 1000000"),
+        ("eval.num_prompts=100000000000000000000000", "less than or equal to 2147483647"),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused_with_name_value_and_what_was_expected(
+    config: Path, assignment: str, expected: str
+) -> None:
+    name, _, value = assignment.partition("=")
+    with pytest.raises(ValueError, match=f"^{re.escape(name)}") as caught:
+        resolve(config, [assignment])
+    assert expected in str(caught.value)
+    if "e" not in value:
+        assert value in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "assignment",
+    [
+        "kafka.bootstrap_servers='a:1, [::1]:9092,SASL_SSL://b.c:3'",
+        "kafka.patience_s=86400",
+        "run.no_progress_s=0",
+        "rpc.deadline_s=0.01",
+    ],
+)
+def test_a_value_that_is_merely_unusual_is_taken(config: Path, assignment: str) -> None:
+    resolve(config, [assignment])

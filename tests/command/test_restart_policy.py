@@ -90,3 +90,14 @@ def test_only_errors_at_the_same_iteration_are_in_vain() -> None:
     assert not deaths.fails_in_vain("trainer", -9, iteration=4)
     assert not deaths.fails_in_vain("trainer", 1, iteration=4)
     assert deaths.fails_in_vain("trainer", 1, iteration=4)
+
+
+@pytest.mark.parametrize("exit_code", [0, 1, 2, -9])
+def test_a_trainer_that_has_completed_the_run_is_done_however_it_ends(exit_code: int) -> None:
+    completed = Death("trainer", exit_code, error_kind="StorageError", was_ready=False, run_is_completed=True)
+    assert _decide(completed, deaths=9).action == "done"
+    assert _decide(Death("weights", -9, run_is_completed=True)).action == "restart"
+
+
+def test_a_full_disk_fails_the_run() -> None:
+    assert _decide(Death("trainer", 1, error_kind="StorageError")).action == "fail"

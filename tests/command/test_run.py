@@ -172,6 +172,15 @@ def test_a_broker_that_kept_its_topics_is_started_again_alone(place: Any, kafka_
     assert place.processes() == []
 
 
+def test_a_trainer_that_dies_when_the_run_is_completed_begins_no_attempt(place: Any) -> None:
+    stub = {"trainer": {"exit_code": 1, "dies_completed": True, "error": "x"}}
+    done = place.ended(place.start_run("--set", "run.max_restarts=0", stub=stub))
+    assert done.exit_code == 0, done.stderr
+    assert (done.result["status"], done.result["attempts"]) == ("completed", 1)
+    assert json.loads((place.run_folder / "run.json").read_text())["status"] == "completed"
+    assert (place.run_folder / "summary.json").exists()
+
+
 def test_a_trainer_that_fails_again_at_the_same_place_fails_the_run(place: Any) -> None:
     stub = {"trainer": {"iteration_s": 1.0, "exit_code": 1, "after_s": 3.0, "error": "CUDA error: device-side assert"}}
     done = place.ended(place.start_run("--set", "trainer.num_iterations=1000", stub=stub))

@@ -66,6 +66,21 @@ def test_each_start_of_the_trainer_is_the_next_attempt_until_the_run_is_complete
     assert json.loads((place.run_folder / "attempt.json").read_text())["attempt"] == 3
 
 
+def test_a_trainer_that_dies_when_the_run_is_completed_has_not_failed(place: Any) -> None:
+    dies = {"trainer": {"exit_code": 1, "dies_completed": True}}
+    assert place.call("serve", "trainer", "job.toml", *SET_FINAL, stub=dies).exit_code == 0
+
+
+def test_a_trainer_whose_folder_cannot_be_locked_is_refused_in_one_sentence(place: Any) -> None:
+    (place.run_folder / "lock").mkdir(parents=True)
+    done = place.call("serve", "trainer", "job.toml", *SET_FINAL)
+    assert done.exit_code == 2
+    assert done.stderr == (
+        f"error: run.dir is {place.run_folder.parent}, where no run can be: "
+        f"Is a directory: {place.run_folder / 'lock'}\n"
+    )
+
+
 @pytest.mark.parametrize("place_of_rank", [{"NODE_RANK": "1"}, {"RANK": "8", "NODE_RANK": "0"}])
 def test_another_rank_of_the_trainer_begins_no_attempt_and_not_again_what_is_completed(
     place: Any, place_of_rank: dict[str, str]

@@ -126,3 +126,33 @@ def test_a_process_that_has_ended_is_not_alive(reaped: bool) -> None:
     assert not identity.is_alive()
     assert not identity.send(signal.SIGKILL)
     process.wait()
+
+
+# Its interpreter cannot be taken down: a thread that is no daemon holds it, and code below Python might as well.
+_ENDLESS_EXIT = """
+import atexit, ctypes, sys
+from streamrl import lifetime
+lifetime.on_termination(lambda: None, grace_s=1000)
+def hold():
+    print("ready", flush=True)
+    ctypes.PyDLL(None).sleep(1000)  # holds the lock of the interpreter: no other thread runs
+atexit.register(hold)
+lifetime.bound_exit(LIMIT)
+"""
+
+
+def test_a_process_that_is_taken_down_dies_with_its_parent(tmp_path: Path) -> None:
+    assert _kill_starter_of(_ENDLESS_EXIT.replace("LIMIT", "1000"), tmp_path / "log")
+
+
+def test_a_process_that_cannot_be_taken_down_is_ended_by_the_kernel() -> None:
+    process = subprocess.run([sys.executable, "-c", _ENDLESS_EXIT.replace("LIMIT", "1")], timeout=60, check=False)
+    assert process.returncode == -signal.SIGALRM
+
+
+def test_a_process_that_was_bounded_keeps_its_exit_code_whatever_is_sent_to_it() -> None:
+    program = (
+        "import os, signal, sys; from streamrl import lifetime\n"
+        "lifetime.bound_exit(1000); os.kill(os.getpid(), signal.SIGTERM); sys.exit(7)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 7

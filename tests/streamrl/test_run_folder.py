@@ -1,5 +1,6 @@
 """The folder of a run."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -214,3 +215,55 @@ def test_a_folder_without_its_record_is_told_what_is_missing(tmp_path: Path) -> 
             find_run(name, runs)
     with pytest.raises(ValueError, match=r"holds what is left of a run, but no run\.json"):
         folder.check_usable()
+
+
+def test_a_folder_whose_lock_cannot_be_opened_is_refused_by_name(tmp_path: Path) -> None:
+    folder = _create(tmp_path, "a")
+    (folder.path / "lock").mkdir()
+    with pytest.raises(ValueError, match=rf"^run\.dir is {tmp_path}, where no run can be: .*lock$"), folder.lock():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("summary", "completed"),
+    [('{"status": "completed"}', True), ('{"status": "stopped"}', False), ("{", False), (None, False)],
+)
+def test_a_run_is_completed_when_its_summary_says_so(tmp_path: Path, summary: str | None, completed: bool) -> None:
+    folder = _create(tmp_path, "a")
+    if summary is not None:
+        folder.summary.write_text(summary)
+    assert folder.is_completed() == completed
+
+
+def test_the_end_of_a_run_is_written_also_where_no_other_file_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = _create(tmp_path, "a")
+    before = folder.record.read_text()
+    ended = _record("a").ended("failed", "2026-11-29T12:01:00+00:00", {"kind": "StorageError", "message": "full"})
+
+    def full(*_arguments: object, **_options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("streamrl.run_folder.replace_file", full)
+    folder.write_end(ended)
+    assert folder.read_record() == ended
+    # And one that is too long for that leaves the old one whole.
+    folder.record.write_text(before)
+    with pytest.raises(OSError, match="No space left"):
+        folder.write_end(ended.model_copy(update={"config": "x" * 100_000}))
+    assert folder.record.read_text() == before
+
+
+def test_a_run_whose_folder_could_not_be_made_leaves_its_id_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_arguments: object, **_options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    folder = RunFolder(tmp_path / "a")
+    with monkeypatch.context() as broken:
+        broken.setattr("streamrl.run_folder.write_private", full)
+        with pytest.raises(ValueError, match="where no run can be: No space left on device"):
+            folder.create(_record("a"), "{}")
+    folder.check_usable()

@@ -63,13 +63,16 @@ def test_a_failure_is_tried_again() -> None:
 
 def test_what_a_dead_tracker_does_not_take_is_dropped_with_one_warning(caplog: Any) -> None:
     tracker = FakeTracker(failures=1000)
-    log = RunLog(lambda: tracker).start()
+    told: list[str] = []
+    log = RunLog(lambda: tracker, tell=told.append).start()
     for step in range(5):
         log.figures(step, {"reward/mean": 0.5})
     log.close("FAILED", timeout_s=20)
     # With the run's begin and its end.
     assert log.dropped == 7
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
+    (sentence,) = told
+    assert "mlflow.tracking_uri" in sentence and "the tracker is away" in sentence
 
 
 def test_a_tracker_that_cannot_even_be_made_is_survived() -> None:
