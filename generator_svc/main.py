@@ -119,6 +119,7 @@ def _weight_source(settings: GeneratorSettings, instance: str) -> WeightSource:
         attempt=settings.run.attempt,
         receiver=instance,
         site=settings.run.site,
+        keep_base=settings.weights.keep_base,
         patience_s=settings.rpc.patience_s,
     )
 

@@ -5,6 +5,7 @@ import contextlib
 import logging
 from concurrent.futures import ThreadPoolExecutor
 
+from generator_svc.version_buffer import VersionBuffer
 from generator_svc.weight_fetcher import FetchedVersion, WeightFetch, WeightSource
 from streamrl.errors import WeightTransferError
 from streamrl.v1.weights_pb2 import VersionManifest
@@ -13,13 +14,15 @@ logger = logging.getLogger(__name__)
 
 
 class Prefetcher:
-    """Holds at most one version that is on its way or has arrived. Lives on one event loop."""
+    """Holds at most one version that is on its way or has arrived, and with `keep_base` the one that was taken last.
+    Lives on one event loop."""
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
         # Two threads, for a cancelled fetch may still be ending when the next one begins.
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="weight-fetch")
         self._manifest: VersionManifest | None = None
+        self._base: VersionBuffer | None = None
         self._fetch: WeightFetch | None = None
         self._result: asyncio.Future[FetchedVersion] | None = None
 
@@ -28,7 +31,7 @@ class Prefetcher:
         if self._manifest is not None and self._manifest.digest == manifest.digest and not self._failed():
             return
         self._drop()
-        fetch = WeightFetch(self._source, manifest)
+        fetch = WeightFetch(self._source, manifest, None if self._base is None else self._base.share())
         self._manifest, self._fetch = manifest, fetch
         self._result = asyncio.get_running_loop().run_in_executor(self._threads, fetch.run)
         self._result.add_done_callback(_log_failure)
@@ -51,12 +54,21 @@ class Prefetcher:
         if self._result is not result:
             raise WeightTransferError(f"version {manifest.weight_version} was dropped for another one")
         self._manifest = self._fetch = self._result = None
+        if self._source.keep_base:
+            self._forget_base()
+            self._base = fetched.buffer.share()
         return fetched
 
     def close(self) -> None:
         """Ends what is on its way and gives back what has arrived."""
         self._drop()
+        self._forget_base()
         self._threads.shutdown(wait=False)
+
+    def _forget_base(self) -> None:
+        if self._base is not None:
+            self._base.close()
+            self._base = None
 
     def _failed(self) -> bool:
         result = self._result

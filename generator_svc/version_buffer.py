@@ -52,15 +52,29 @@ class VersionBuffer:
         """Opens the memory from another process of the same user, as long as this one has not closed it."""
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
-    def write(self, tensor_index: int, offset: int, data: bytes) -> None:
-        """Puts data at a byte position inside a tensor; the caller keeps it inside the tensor."""
-        first = self._offsets[tensor_index] + offset
-        self._view[first : first + len(data)] = data
+    def write(self, tensor_index: int, offset: int, data: bytes | memoryview) -> None:
+        """Puts data at a byte position inside a tensor; the caller keeps it inside the tensor.
+
+        Written as to a file: half the time of page faults in the mapping, and no other thread is held up.
+        """
+        rest, position = memoryview(data), self._offsets[tensor_index] + offset
+        while rest:
+            written = os.pwrite(self._file, rest, position)
+            rest, position = rest[written:], position + written
 
     def tensor_bytes(self, tensor_index: int) -> memoryview:
         """One tensor's bytes; release the view before `close`."""
         first = self._offsets[tensor_index]
         return self._view[first : first + self.manifest.tensors[tensor_index].num_bytes]
+
+    def share(self) -> "VersionBuffer":
+        """The same memory once more, to be closed by itself. Nobody writes into it any more."""
+        shared = VersionBuffer.__new__(VersionBuffer)
+        shared.manifest, shared._offsets = self.manifest, self._offsets
+        shared._file = os.dup(self._file)
+        shared._memory = mmap.mmap(shared._file, len(self._memory))
+        shared._view = memoryview(shared._memory)
+        return shared
 
     def close(self) -> None:
         """Gives the memory back; what workers have mapped stays with them."""

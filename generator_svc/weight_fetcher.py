@@ -1,7 +1,8 @@
 """Fetches one weight version from weights_svc into host memory, every tensor checked against its digest.
 
-A broken stream goes on from the last chunk that arrived whole. This is the blocking half, for a thread of its own;
-prefetcher.py keeps it beside generation.
+A broken stream goes on from the last chunk that arrived whole; a tensor that arrived damaged is fetched again; a source
+that the service points to and that does not answer is left for another. This is the blocking half, for a thread of its
+own; prefetcher.py keeps it beside generation.
 """
 
 import logging
@@ -10,34 +11,36 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 
+from generator_svc.version_assembly import DamagedTensorError, VersionAssembly
 from generator_svc.version_buffer import VersionBuffer
-from streamrl.digest import new_digest, version_digest
-from streamrl.errors import RefusedError, UnavailableError, WeightTransferError
+from streamrl.digest import version_digest
+from streamrl.errors import RefusedError, StreamRLError, UnavailableError, WeightTransferError
 from streamrl.rpc.channel import open_channel
+from streamrl.rpc.chunks import FetchedChunk, decode_fetch_response
 from streamrl.rpc.errors import peer_errors
 from streamrl.v1.weights_pb2 import (
+    TRANSFER_FORMAT_DELTA,
     TRANSFER_FORMAT_FULL,
     FetchRequest,
     NegotiateRequest,
     NegotiateResponse,
-    TensorChunk,
     VersionManifest,
 )
 from streamrl.v1.weights_pb2_grpc import WeightsServiceStub
 
-if TYPE_CHECKING:
-    from blake3 import blake3
-
 logger = logging.getLogger(__name__)
 
+_FETCH_METHOD = "/streamrl.v1.WeightsService/Fetch"
 _NEGOTIATE_DEADLINE_S = 20.0
 _STREAM_DEADLINE_S = 60.0
 """A stream that is still moving then goes on with the next call; one that hangs is found out."""
 _RETRY_WAIT_S = 0.5
+_MAX_DAMAGES = 3
+"""So often tensors may arrive damaged before the version is given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,8 @@ class WeightSource:
     receiver: str
     """The instance's name."""
     site: str
+    keep_base: bool = False
+    """Keep the version that was fetched last, and fetch only what differs from it."""
     patience_s: float = 60.0
     """A fetch that receives nothing for this long is given up."""
 
@@ -71,10 +76,17 @@ class FetchedVersion:
 class WeightFetch:
     """One fetch of one version: run it once, in a thread; cancel it from any other."""
 
-    def __init__(self, source: WeightSource, manifest: VersionManifest) -> None:
+    def __init__(self, source: WeightSource, manifest: VersionManifest, base: VersionBuffer | None = None) -> None:
+        """
+        Args:
+            base: an older version: only the differences are fetched. It belongs to this fetch, which closes it.
+        """
         self._source = source
+        self._base = base
         self._manifest = manifest
         self._cancelled = threading.Event()
+        self._damages = 0
+        self._unreachable: list[str] = []
         self._call: Any = None  # the one that is open
 
     def cancel(self) -> None:
@@ -94,28 +106,49 @@ class WeightFetch:
             raise WeightTransferError(f"the manifest of version {version} does not agree with its own digest")
         buffer = VersionBuffer(self._manifest)
         try:
-            assembly = _Assembly(buffer)
+            assembly = VersionAssembly(buffer, self._base)
             patience = _Patience(self._source.patience_s, self._cancelled)
             while not assembly.complete:
                 try:
                     self._stream(assembly, patience)
                 except UnavailableError as error:
                     patience.wait_after(error)
+                except DamagedTensorError as error:
+                    self._damages += 1
+                    if self._damages > _MAX_DAMAGES:
+                        raise
+                    assembly.take_tensor_again()
+                    patience.wait_after(error)
                 except RefusedError as error:
                     raise WeightTransferError(f"version {version} cannot be fetched: {error}") from error
         except BaseException:
             buffer.close()
             raise
+        finally:
+            if self._base is not None:
+                self._base.close()
         fetch_s = time.monotonic() - started
         logger.debug("version=%d fetched: %d bytes in %.3f s", version, self._manifest.num_bytes, fetch_s)
         return FetchedVersion(buffer, fetch_s)
 
-    def _stream(self, assembly: "_Assembly", patience: "_Patience") -> None:
+    def _stream(self, assembly: VersionAssembly, patience: "_Patience") -> None:
         """Negotiates, and streams from where the assembly stands until it is complete or the stream breaks."""
         plan = self._negotiate()
         address = plan.source_address or self._source.address
+        try:
+            self._stream_from(address, plan, assembly, patience)
+        except UnavailableError:
+            if plan.source_address:
+                self._unreachable.append(plan.source_address)
+            raise
+
+    def _stream_from(
+        self, address: str, plan: NegotiateResponse, assembly: VersionAssembly, patience: "_Patience"
+    ) -> None:
         with open_channel(address) as channel, peer_errors(f"weights_svc at {address}"):
-            stream = WeightsServiceStub(channel).Fetch(
+            # Responses come serialised: their data is copied once, into the buffer.
+            fetch = channel.unary_stream(_FETCH_METHOD, FetchRequest.SerializeToString, None)
+            stream = fetch(
                 FetchRequest(
                     run_id=self._source.run_id,
                     receiver=self._source.receiver,
@@ -124,13 +157,18 @@ class WeightFetch:
                     first_tensor_index=assembly.tensor_index,
                     first_offset=assembly.offset,
                     digest=self._manifest.digest,
+                    base_weight_version=plan.base_weight_version,
+                    base_digest="" if self._base is None else self._base.manifest.digest,
+                    verify_first=self._damages > 0,
                 ),
                 timeout=_STREAM_DEADLINE_S,
             )
             with self._cancellable(stream):
-                for response in stream:
-                    assembly.add(response.chunk)
+                for message in stream:
+                    assembly.add(_decoded(message))
                     patience.renew()
+            if plan.format == TRANSFER_FORMAT_DELTA:
+                assembly.finish_difference()
         if not assembly.complete:
             raise UnavailableError(f"weights_svc at {address} ended the stream at tensor {assembly.tensor_index}")
 
@@ -143,7 +181,12 @@ class WeightFetch:
             site=source.site,
             formats=[TRANSFER_FORMAT_FULL],
             exact_weight_version=self._manifest.weight_version,
+            unreachable_addresses=self._unreachable,
         )
+        if self._base is not None and self._damages == 0:
+            request.formats.append(TRANSFER_FORMAT_DELTA)
+            request.held_weight_version = self._base.manifest.weight_version
+            request.held_digest = self._base.manifest.digest
         with open_channel(source.address) as channel, peer_errors(f"weights_svc at {source.address}"):
             answer = WeightsServiceStub(channel).Negotiate.future(request, timeout=_NEGOTIATE_DEADLINE_S)
             with self._cancellable(answer):
@@ -167,52 +210,15 @@ class WeightFetch:
             call.cancel()
 
 
-class _Assembly:
-    """Puts chunks, which come in order, into the buffer, and knows which byte comes next."""
-
-    def __init__(self, buffer: VersionBuffer) -> None:
-        self._buffer = buffer
-        self._tensors = buffer.manifest.tensors
-        self.tensor_index = 0
-        self.offset = 0
-        self._digest: blake3 = new_digest()
-        self._end_tensors()
-
-    @property
-    def complete(self) -> bool:
-        return self.tensor_index == len(self._tensors)
-
-    def add(self, chunk: TensorChunk) -> None:
-        """
-        Raises:
-            WeightTransferError: not the chunk that comes next, or it completes a tensor whose digest disagrees.
-        """
-        data = chunk.data
-        if (
-            (chunk.tensor_index, chunk.offset) != (self.tensor_index, self.offset)
-            or self.complete
-            or self.offset + len(data) > self._tensors[self.tensor_index].num_bytes
-        ):
-            raise WeightTransferError(
-                f"{len(data)} bytes came for tensor {chunk.tensor_index} at {chunk.offset}; "
-                f"expected tensor {self.tensor_index} at {self.offset}"
-            )
-        self._buffer.write(self.tensor_index, self.offset, data)
-        self._digest.update(data)
-        self.offset += len(data)
-        self._end_tensors()
-
-    def _end_tensors(self) -> None:
-        """Closes the current tensor when it is full, and empty ones behind it."""
-        while not self.complete and self.offset == self._tensors[self.tensor_index].num_bytes:
-            expected = self._tensors[self.tensor_index]
-            if self._digest.hexdigest() != expected.digest:
-                raise WeightTransferError(
-                    f"{expected.name} arrived with digest {self._digest.hexdigest()} instead of {expected.digest}"
-                )
-            self.tensor_index += 1
-            self.offset = 0
-            self._digest = new_digest()
+def _decoded(message: bytes) -> FetchedChunk:
+    """
+    Raises:
+        WeightTransferError: the message cannot be read.
+    """
+    try:
+        return decode_fetch_response(message)
+    except ValueError as error:
+        raise WeightTransferError(str(error)) from error
 
 
 class _Patience:
@@ -227,7 +233,7 @@ class _Patience:
         """Something arrived."""
         self._last_progress = time.monotonic()
 
-    def wait_after(self, error: UnavailableError) -> None:
+    def wait_after(self, error: StreamRLError) -> None:
         """Waits before the next try.
 
         Raises:

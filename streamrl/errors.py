@@ -5,7 +5,9 @@ StreamRLError                 what the system met: exit code 1
 ├── UnavailableError          a broker or peer does not answer; trying again may help
 │   └── BrokerUnavailableError
 ├── RefusedError              a peer understood and said no; trying again does not help
-│   └── StaleAttemptError     from a process of an earlier life of the run
+│   ├── StaleAttemptError     from a process of an earlier life of the run
+│   ├── UnauthenticatedError  the caller does not show who it is
+│   └── ForbiddenError        the caller's role may not do this
 ├── EngineDiedError           an inference engine ended
 ├── WeightTransferError       a weight version could not be fetched whole, or its digests disagree
 ├── PublishError              a weight version could not be published
@@ -44,6 +46,14 @@ class StaleAttemptError(RefusedError):
         """
         super().__init__(message)
         self.current_attempt = current_attempt
+
+
+class UnauthenticatedError(RefusedError):
+    """The caller does not show who it is."""
+
+
+class ForbiddenError(RefusedError):
+    """The caller's role may not do this."""
 
 
 class EngineDiedError(StreamRLError):

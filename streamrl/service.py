@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from streamrl import lifetime
 from streamrl.errors import StaleAttemptError, StreamRLError
 from streamrl.logs import set_up_logs
+from streamrl.rpc.trust import use_identity
 from streamrl.settings import SettingsT, load
 from streamrl.storage import storage_error
 
@@ -64,6 +65,7 @@ def main(service: Service[SettingsT], argv: list[str] | None = None) -> int:
         settings = load(service.settings_class, arguments.settings)
         set_up_logs(arguments.instance, settings.run.log_level)
         error_file = settings.run.folder / "services" / f"{arguments.instance}.error.json"
+        use_identity(settings.rpc.trust, service.name.removesuffix("_svc"))
         if arguments.check:
             service.check(settings)
         else:

@@ -174,6 +174,10 @@ class RpcSection(Section):
     """Where weights_svc listens, and where the others find it."""
     generator_address: Address = "127.0.0.1:0"
     """Where a generator listens, for status and control."""
+    trust: Path | None = None
+    """Folder with the certificates and tokens that the services know each other by, as `streamrl certs` makes it: every
+    call then goes over TLS with certificates on both sides, carries the token of its caller's role, and only a trainer
+    may publish weights. Left out: plaintext, for loopback and networks of the run's own."""
     deadline_s: Seconds = 20.0
     """Deadline of a call that moves no bulk data."""
     patience_s: Seconds = 120.0
@@ -222,6 +226,19 @@ class WeightsSection(Section):
     """How many of the newest versions weights_svc keeps on disk; older ones go when no receiver uses them."""
     chunk_bytes: Annotated[int, Field(ge=4096, le=32 * 1024**2)] = 2 * 1024**2
     """Bulk data travels in chunks of this size."""
+    keep_base: bool = False
+    """Whether an instance keeps the version that it loaded last in host memory, and fetches only what differs from it.
+    Worth its memory where the line to weights_svc is slower than a few hundred megabytes a second."""
+    anchor_every: Annotated[int, Field(ge=0)] = 100
+    """Between sites a version travels as the difference to the one that the other site holds; every so many versions
+    one goes in full. 0: none has to."""
+    max_bytes_per_s: Annotated[float, Field(ge=0)] = 0.0
+    """Most bytes a second that a relay takes from its upstream. 0: as fast as they come."""
+    upstream: Address | None = None
+    """Makes weights_svc a relay: where it takes its versions from. Left out: versions are published to it. Set by
+    `serve weights --site`."""
+    found_at: Address | None = None
+    """Where the receivers of its site find a relay. Left out: where it listens. Set by `serve weights --site`."""
 
 
 class SamplingView(View):

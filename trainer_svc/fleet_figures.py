@@ -61,7 +61,8 @@ def fleet_size_figures(fleet: GetFleetResponse) -> dict[str, float]:
 
 def weight_figures(versions: ListVersionsResponse) -> dict[str, float]:
     """Traffic so far, and how the instances' last switches went."""
-    acknowledged = [receiver.acknowledged for receiver in versions.receivers if receiver.HasField("acknowledged")]
+    instances = [receiver for receiver in versions.receivers if not receiver.serving_address]  # the others are relays
+    acknowledged = [receiver.acknowledged for receiver in instances if receiver.HasField("acknowledged")]
     figures = {
         "weights/bytes_full": float(versions.bytes_full),
         "weights/bytes_sent": float(versions.bytes_sent),

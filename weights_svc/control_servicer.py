@@ -1,21 +1,23 @@
 """WeightsService as gRPC sees it: checks the caller, calls the parts, and moves bytes between them and the streams.
 
 Disk work and digests run in threads, beside the event loop: while one batch of chunks is written and digested the next
-is received, and while one is sent the next is read.
+is received, and while one is sent the next is read (outgoing.py). A relay answers as an origin does; what it does not
+hold it brings first.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 import grpc
 
 from streamrl.errors import RefusedError, UnavailableError, WeightTransferError
-from streamrl.rpc.chunks import Stretch, cut, decode_publish_request, encode_fetch_response
+from streamrl.rpc.chunks import Stretch, decode_publish_request
 from streamrl.v1.weights_pb2 import (
+    TRANSFER_FORMAT_DELTA,
     TRANSFER_FORMAT_FULL,
     AcknowledgeRequest,
     AcknowledgeResponse,
@@ -30,18 +32,21 @@ from streamrl.v1.weights_pb2 import (
     PublishResponse,
     RewindRequest,
     RewindResponse,
-    TensorInfo,
+    VersionManifest,
     WatchRequest,
     WatchResponse,
 )
 from streamrl.v1.weights_pb2_grpc import WeightsServiceServicer, add_WeightsServiceServicer_to_server
 from weights_svc.announcements import Announcements
+from weights_svc.arrivals import Arrival, Arrivals
 from weights_svc.incoming import IncomingVersion
 from weights_svc.ledger import Ledger
-from weights_svc.negotiate import HeldVersion, negotiate
+from weights_svc.negotiate import TransferPlan, negotiate
+from weights_svc.outgoing import Outgoing, Position, lies_inside
 from weights_svc.receivers import Receivers
+from weights_svc.relay_loop import RelayLoop
 from weights_svc.retention_loop import RetentionLoop
-from weights_svc.store import StoredVersion, VersionReader, VersionStore, batches
+from weights_svc.store import StoredVersion, VersionStore
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +55,8 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 SERVICE_NAME = "streamrl.v1.WeightsService"
 _BATCH_BYTES = 1024 * 1024
 """Chunks go to a thread together until they are this large: a model may have thousands of tiny tensors."""
+_NEXT_ARRIVAL_S = 5.0
+"""For so long a relay that is asked for a version that its upstream has just announced waits to hear of it."""
 
 
 class WeightsServicer(WeightsServiceServicer):
@@ -62,17 +69,27 @@ class WeightsServicer(WeightsServiceServicer):
         ledger: Ledger,
         receivers: Receivers,
         announcements: Announcements,
+        arrivals: Arrivals,
         retention: RetentionLoop,
+        relay: RelayLoop | None,
         *,
         chunk_bytes: int,
+        anchor_every: int,
     ) -> None:
+        """
+        Args:
+            relay: None where versions are published.
+        """
         self._run_id = run_id
         self._store = store
         self._ledger = ledger
         self._receivers = receivers
         self._announcements = announcements
+        self._arrivals = arrivals
         self._retention = retention
+        self._relay = relay
         self._chunk_bytes = chunk_bytes
+        self._anchor_every = anchor_every
 
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the service to a server, with chunks that this class encodes and decodes itself."""
@@ -92,6 +109,7 @@ class WeightsServicer(WeightsServiceServicer):
         started = time.monotonic()
         header = _header(await anext(aiter(requests), b""))
         self._check_run(header.run_id)
+        self._check_origin()
         self._ledger.raise_attempt(header.attempt)
         incoming = self._store.receive(header)
         loop = asyncio.get_running_loop()
@@ -131,114 +149,140 @@ class WeightsServicer(WeightsServiceServicer):
     async def Negotiate(self, request: NegotiateRequest, context: Context) -> NegotiateResponse:
         self._check_run(request.run_id)
         self._ledger.check(request.attempt)
+        self._receivers.negotiates(request, time.monotonic())
+        plan = await self._plan(request)
         files: list[ModelFile] = []
         if request.with_files:
             files = await asyncio.to_thread(self._store.model_files)
-        versions = self._store.versions
+        if plan.transfer_bytes > 0 and not plan.source_address:
+            self._receivers.negotiated(request.receiver, plan.weight_version, time.monotonic())
+        logger.debug(
+            "%s takes version=%d, %d bytes, from %s",
+            request.receiver,
+            plan.weight_version,
+            plan.transfer_bytes,
+            plan.source_address or "here",
+        )
+        return NegotiateResponse(
+            manifest=self._manifests()[plan.weight_version],
+            format=plan.format,
+            transfer_bytes=plan.transfer_bytes,
+            source_address=plan.source_address,
+            files=files,
+            base_weight_version=plan.base_weight_version,
+        )
+
+    async def _plan(self, request: NegotiateRequest) -> TransferPlan:
+        """A relay looks again when what is asked for may be on its way to it."""
         try:
-            plan = negotiate(
-                {
-                    version: HeldVersion(stored.manifest.digest, stored.manifest.num_bytes)
-                    for version, stored in versions.items()
-                },
-                formats=request.formats,
-                min_weight_version=request.min_weight_version,
-                exact_weight_version=request.exact_weight_version if request.HasField("exact_weight_version") else None,
-                held_weight_version=request.held_weight_version if request.HasField("held_weight_version") else None,
-                held_digest=request.held_digest,
-            )
+            return self._plan_now(request)
         except LookupError as error:
             if not self._retention.recovered.is_set():
                 raise UnavailableError(f"{error.args[0]}; others are being verified after a restart") from error
-            raise
-        if plan.transfer_bytes > 0:
-            self._receivers.negotiated(request.receiver, plan.weight_version, time.monotonic())
-        logger.debug("%s takes version=%d, %d bytes", request.receiver, plan.weight_version, plan.transfer_bytes)
-        return NegotiateResponse(
-            manifest=versions[plan.weight_version].manifest,
-            format=plan.format,
-            transfer_bytes=plan.transfer_bytes,
-            files=files,
-        )
+            if self._relay is None:
+                raise
+            await self._relay.bring(request.exact_weight_version)
+        except UnavailableError:
+            if self._relay is None:
+                raise
+            await self._arrivals.wait_for_next(_NEXT_ARRIVAL_S)
+        return self._plan_now(request)
+
+    def _plan_now(self, request: NegotiateRequest) -> TransferPlan:
+        return negotiate(self._manifests(), request, anchor_every=self._anchor_every, relays=self._receivers.relays())
 
     async def Fetch(self, request: FetchRequest, context: Context) -> AsyncIterator[bytes]:  # type: ignore[override]
         """Yields its responses serialised: see `register`."""
         self._check_run(request.run_id)
-        stored = self._fetched_version(request)
-        _check_position(request, stored.manifest.tensors)
+        stored, arrival = await self._fetched_version(request)
+        base = self._base(request)
+        first = Position(request.first_tensor_index, request.first_offset)
+        if not lies_inside(stored.manifest, first):
+            raise ValueError(
+                f"a fetch from tensor {first.tensor_index}, byte {first.offset}: expected a position inside "
+                f"{len(stored.manifest.tensors)} tensors"
+            )
         version, receiver = stored.weight_version, request.receiver
         comes_again = self._receivers.fetch_began(receiver, version)
         to_the_end = False
+        outgoing = Outgoing(stored, base=base, arrival=arrival, chunk_bytes=self._chunk_bytes)
         try:
-            if comes_again:
+            if (comes_again or request.verify_first) and arrival is None:
                 logger.info("%s was sent version=%d before: verifying it", receiver, version)
                 await asyncio.to_thread(self._store.verify, stored)
-            async for num_bytes, response in self._read(stored, request):
-                yield response
-                self._ledger.count_traffic(bytes_full=num_bytes, bytes_sent=num_bytes)
+            async for response in outgoing.responses(first):
+                yield response.message
+                self._ledger.count_traffic(bytes_full=response.bytes_full, bytes_sent=response.bytes_sent)
+            self._ledger.count_traffic(bytes_full=outgoing.bytes_left_out, bytes_sent=0)
             to_the_end = True
         except WeightTransferError as error:
             await self._retention.drop(stored, error)
+            if base is not None:
+                self._retention.suspect(base)
+            if self._relay is not None:
+                self._relay.lost()
             raise
         finally:
             self._receivers.fetch_ended(receiver, version, to_the_end=to_the_end, now_s=time.monotonic())
             self._ledger.save_traffic()
             self._retention.look()
 
-    async def _read(self, stored: StoredVersion, request: FetchRequest) -> AsyncIterator[tuple[int, bytes]]:
-        """The lengths and responses of a fetch: the next batch is read while this one is sent."""
-        loop = asyncio.get_running_loop()
-        tensor_bytes = [tensor.num_bytes for tensor in stored.manifest.tensors]
-        stretches = cut(tensor_bytes, self._chunk_bytes, request.first_tensor_index, request.first_offset)
-        coming = batches(stretches, _BATCH_BYTES)
-        reader = VersionReader(stored)
-        # One thread, so that the file is closed behind the last read, also when the receiver has gone.
-        thread = ThreadPoolExecutor(1, thread_name_prefix=f"fetch-{stored.weight_version}")
-        try:
-            batch = next(coming, None)
-            reading = None if batch is None else loop.run_in_executor(thread, _read_batch, reader, batch)
-            while reading is not None:
-                responses = await reading
-                batch = next(coming, None)
-                reading = None if batch is None else loop.run_in_executor(thread, _read_batch, reader, batch)
-                for response in responses:
-                    yield response
-        finally:
-            thread.submit(reader.close)
-            thread.shutdown(wait=False)
-
-    def _fetched_version(self, request: FetchRequest) -> StoredVersion:
-        stored = self._store.versions.get(request.weight_version)
+    async def _fetched_version(self, request: FetchRequest) -> tuple[StoredVersion, Arrival | None]:
+        """What is asked for, and how it stands with it if it is still arriving."""
+        version = request.weight_version
+        if self._relay is not None and version not in self._manifests():
+            await self._relay.bring(version)
+        arrival = self._arrivals.get(version)
+        stored = self._store.versions.get(version) if arrival is None else arrival.stored
         if stored is None:
-            raise LookupError(f"weight version {request.weight_version} is not here (any more): negotiate again")
+            raise LookupError(f"weight version {version} is not here (any more): negotiate again")
         if request.digest != stored.manifest.digest:
             raise RefusedError(
-                f"version {request.weight_version} has digest {stored.manifest.digest} here, and {request.digest} was "
-                f"asked for: negotiate again"
+                f"version {version} has digest {stored.manifest.digest} here, and {request.digest} was asked for: "
+                f"negotiate again"
             )
-        if request.format != TRANSFER_FORMAT_FULL:
-            raise ValueError("there is no such form: expected TRANSFER_FORMAT_FULL")
-        return stored
+        return stored, arrival
+
+    def _base(self, request: FetchRequest) -> StoredVersion | None:
+        """What the differences are to; None for whole tensors."""
+        if request.format == TRANSFER_FORMAT_FULL:
+            return None
+        if request.format != TRANSFER_FORMAT_DELTA:
+            raise ValueError("there is no such form: expected TRANSFER_FORMAT_FULL or TRANSFER_FORMAT_DELTA")
+        base = self._store.versions.get(request.base_weight_version)
+        if base is None or base.manifest.digest != request.base_digest:
+            # No answer is final here: a new negotiation gives another plan.
+            raise UnavailableError(
+                f"version {request.base_weight_version} with digest {request.base_digest or 'none'} is not here (any "
+                f"more): negotiate again"
+            )
+        return base
 
     async def Watch(self, request: WatchRequest, context: Context) -> AsyncIterator[WatchResponse]:
         self._check_run(request.run_id)
-        newest = self._store.newest
-        async for announcement in self._announcements.watch(None if newest is None else newest.manifest):
-            yield announcement
+        self._receivers.watch_began(request.watcher)
+        try:
+            async for announcement in self._announcements.watch(self._newest()):
+                yield announcement
+        finally:
+            self._receivers.watch_ended(request.watcher, time.monotonic())
+            self._retention.look()
 
     async def Acknowledge(self, request: AcknowledgeRequest, context: Context) -> AcknowledgeResponse:
         self._check_run(request.run_id)
         self._ledger.check(request.attempt)
-        stored = self._store.versions.get(request.weight_version)
-        if stored is not None and request.digest != stored.manifest.digest:
+        manifest = self._manifests().get(request.weight_version)
+        if manifest is not None and request.digest != manifest.digest:
             raise RefusedError(
                 f"{request.receiver} loaded version {request.weight_version} with digest {request.digest}: it is "
-                f"{stored.manifest.digest}"
+                f"{manifest.digest}"
             )
-        self._receivers.acknowledged(request)
+        self._receivers.acknowledged(request, time.monotonic())
+        if self._relay is not None:
+            self._relay.acknowledged(request)
         self._retention.look()
         logger.info(
-            "%s runs version=%d: fetched in %.2f s, switched in %.3f s",
+            "%s has version=%d: fetched in %.2f s, switched in %.3f s",
             request.receiver,
             request.weight_version,
             request.fetch_s,
@@ -248,6 +292,7 @@ class WeightsServicer(WeightsServiceServicer):
 
     async def Rewind(self, request: RewindRequest, context: Context) -> RewindResponse:
         self._check_run(request.run_id)
+        self._check_origin()
         self._ledger.raise_attempt(request.attempt)
         await self._retention.recovered.wait()
         forgotten = await asyncio.to_thread(self._store.rewind, request.weight_version)
@@ -268,6 +313,19 @@ class WeightsServicer(WeightsServiceServicer):
             bytes_full=self._ledger.bytes_full,
             bytes_sent=self._ledger.bytes_sent,
         )
+
+    def _manifests(self) -> dict[int, VersionManifest]:
+        """What can be handed out, by weight version: also what is still arriving."""
+        held = {version: stored.manifest for version, stored in self._store.versions.items()}
+        return held | self._arrivals.manifests()
+
+    def _newest(self) -> VersionManifest | None:
+        manifests = self._manifests()
+        return manifests[max(manifests)] if manifests else None
+
+    def _check_origin(self) -> None:
+        if self._relay is not None:
+            raise RefusedError("this weights_svc is a relay: versions are published and forgotten at the origin")
 
     def _check_run(self, run_id: str) -> None:
         if run_id != self._run_id:
@@ -312,16 +370,3 @@ async def _receive(
         raise ValueError(f"version {incoming.header.weight_version} ended without a footer: it is not announced")
     await loop.run_in_executor(thread, incoming.write, batch)
     return footer
-
-
-def _check_position(request: FetchRequest, tensors: Sequence[TensorInfo]) -> None:
-    index, offset = request.first_tensor_index, request.first_offset
-    num_bytes = tensors[index].num_bytes if 0 <= index < len(tensors) else 0
-    if not (0 <= index <= len(tensors) and 0 <= offset <= num_bytes):
-        raise ValueError(
-            f"a fetch from tensor {index}, byte {offset}: expected a position inside {len(tensors)} tensors"
-        )
-
-
-def _read_batch(reader: VersionReader, batch: list[Stretch]) -> list[tuple[int, bytes]]:
-    return [(stretch.num_bytes, encode_fetch_response(stretch, reader.read(stretch))) for stretch in batch]

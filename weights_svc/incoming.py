@@ -64,12 +64,20 @@ class ChunkOrder:
         self.tensor_index += 1
         self.offset = 0
 
+    def again(self) -> None:
+        """Goes back to the beginning of the current tensor."""
+        self.offset = 0
+
 
 class IncomingVersion:
     """Call `open`, then `write` for all data, then `finish`; `close` in any case."""
 
-    def __init__(self, header: PublishHeader, folder: Path) -> None:
+    def __init__(self, header: PublishHeader, folder: Path, expected_digests: Sequence[str] | None = None) -> None:
         """
+        Args:
+            expected_digests: of the tensors, where they are known before the data: each is compared as soon as its
+                tensor has come.
+
         Raises:
             ValueError: the header names no legal version.
         """
@@ -81,9 +89,25 @@ class IncomingVersion:
         self._order = ChunkOrder([tensor.num_bytes for tensor in header.tensors])
         self._digest = new_digest()
         self._digests: list[str] = []
+        self._expected_digests = expected_digests
         self._file = -1
         self.path: Path | None = None
         """The partial file; whoever moves it sets this to None."""
+
+    @property
+    def next_tensor_index(self) -> int:
+        """The tensor whose data comes next; those before it have come whole, with the digests that were expected."""
+        return self._order.tensor_index
+
+    @property
+    def next_offset(self) -> int:
+        """The byte of it that comes next."""
+        return self._order.offset
+
+    @property
+    def complete(self) -> bool:
+        """All data has come."""
+        return self._order.complete
 
     def open(self) -> None:
         """Begins the file.
@@ -110,6 +134,8 @@ class IncomingVersion:
 
         Raises:
             ValueError: one is not the chunk that comes next.
+            WeightTransferError: it completes a tensor that has another digest than expected; that tensor's data then
+                has to come again, from its beginning.
         """
         for stretch, data in chunks:
             self._order.accept(stretch)
@@ -161,8 +187,15 @@ class IncomingVersion:
     def _end_tensors(self) -> None:
         """Closes the current tensor when it has ended, and empty ones behind it."""
         while self._order.at_tensor_end:
-            self._digests.append(self._digest.hexdigest())
-            self._digest = new_digest()
+            digest, self._digest = self._digest.hexdigest(), new_digest()
+            index = self._order.tensor_index
+            if self._expected_digests is not None and digest != self._expected_digests[index]:
+                self._order.again()
+                raise WeightTransferError(
+                    f"{self.header.tensors[index].name} of version {self.header.weight_version} arrived with digest "
+                    f"{digest} instead of {self._expected_digests[index]}"
+                )
+            self._digests.append(digest)
             self._order.next_tensor()
 
 

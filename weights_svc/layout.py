@@ -10,28 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from streamrl.dtypes import ITEM_BYTES
 from streamrl.v1.weights_pb2 import TensorInfo
-
-ITEM_BYTES = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F8_E8M0": 1,
-    "U16": 2,
-    "I16": 2,
-    "F16": 2,
-    "BF16": 2,
-    "U32": 4,
-    "I32": 4,
-    "F32": 4,
-    "U64": 8,
-    "I64": 8,
-    "F64": 8,
-    "C64": 8,
-}
-"""Bytes of one item, by safetensors' dtype names."""
 
 _ALIGNMENT_BYTES = 8
 _METADATA_KEY = "__metadata__"

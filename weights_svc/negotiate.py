@@ -1,19 +1,28 @@
-"""Which version a receiver takes, and in which form: a pure function of what is held here and what it asks for."""
+"""Which version a receiver takes, in which form, and from where: a pure function of what is held here, who else hands
+out, and what the receiver asks for.
+"""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from streamrl.errors import UnavailableError
-from streamrl.v1.weights_pb2 import TRANSFER_FORMAT_FULL, TransferFormat
+from streamrl.v1.weights_pb2 import (
+    TRANSFER_FORMAT_DELTA,
+    TRANSFER_FORMAT_FULL,
+    NegotiateRequest,
+    TransferFormat,
+    VersionManifest,
+)
+from streamrl.weight_pairs import differing_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class HeldVersion:
-    """A version that can be handed out."""
+class Relay:
+    """A weights_svc that takes its versions from this one, and is there."""
 
-    digest: str
-    num_bytes: int
-    """Of all tensors together."""
+    site: str
+    address: str
+    """host:port where it hands them out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,47 +32,87 @@ class TransferPlan:
     weight_version: int
     format: "TransferFormat.ValueType"
     transfer_bytes: int
-    """What a fetch will send: 0 when the receiver already holds this version."""
+    """What a fetch will send, as a difference at most: 0 when the receiver already holds this version."""
+    base_weight_version: int = 0
+    """Of a difference: the version that it is to."""
+    source_address: str = ""
+    """Where to fetch; empty: here."""
 
 
 def negotiate(
-    versions: Mapping[int, HeldVersion],
+    versions: Mapping[int, VersionManifest],
+    request: NegotiateRequest,
     *,
-    formats: Iterable[int],
-    min_weight_version: int = 0,
-    exact_weight_version: int | None = None,
-    held_weight_version: int | None = None,
-    held_digest: str = "",
+    anchor_every: int = 0,
+    relays: Collection[Relay] = (),
 ) -> TransferPlan:
     """Plans a transfer.
 
+    The newest version is offered if it is at least `min_weight_version`, unless exactly one is asked for. A receiver
+    that holds another version and takes differences gets one, unless that version is not here, is here with another
+    digest, or an anchor lies between the two. A receiver that holds nothing here has in common gets the whole version,
+    from the relay of its own site where there is one. A relay itself is sent to nobody else: two of one site would
+    wait for each other.
+
     Args:
-        versions: what is announced here, by weight version.
-        formats: TransferFormat values that the receiver understands.
-        min_weight_version: the newest version is offered if it is at least this...
-        exact_weight_version: ...unless exactly this one is asked for.
-        held_weight_version, held_digest: what the receiver has; None when it has nothing. A version held with another
-            digest is another version, and is sent whole.
+        versions: what can be handed out here, by weight version.
+        anchor_every: versions that are multiples of this go in full; 0: none has to.
+        relays: those that are there now.
 
     Raises:
         ValueError: the receiver understands no form that there is.
         UnavailableError: nothing is announced yet that is new enough; it may come.
         LookupError: the exact version is not here, and will not come by waiting.
     """
-    if TRANSFER_FORMAT_FULL not in set(formats):
-        raise ValueError("the receiver understands none of the forms that there are: expected TRANSFER_FORMAT_FULL")
+    formats = set(request.formats)
+    if TRANSFER_FORMAT_FULL not in formats:
+        raise ValueError("the receiver does not take whole tensors: expected TRANSFER_FORMAT_FULL among its forms")
+    weight_version = _choose(versions, request)
+    offered = versions[weight_version]
+    holds_any = request.HasField("held_weight_version")
+    held_version = request.held_weight_version
+    if holds_any and held_version == weight_version and request.held_digest == offered.digest:
+        return TransferPlan(weight_version, TRANSFER_FORMAT_FULL, 0)
+    base = versions.get(held_version) if holds_any and TRANSFER_FORMAT_DELTA in formats else None
+    if (
+        base is not None
+        and base is not offered
+        and base.digest == request.held_digest
+        and not crosses_anchor(held_version, weight_version, anchor_every)
+    ):
+        return TransferPlan(
+            weight_version, TRANSFER_FORMAT_DELTA, differing_bytes(base, offered), base_weight_version=held_version
+        )
+    return TransferPlan(
+        weight_version, TRANSFER_FORMAT_FULL, offered.num_bytes, source_address=_nearest(relays, request)
+    )
+
+
+def crosses_anchor(base_weight_version: int, weight_version: int, anchor_every: int) -> bool:
+    """Whether a multiple of `anchor_every` lies behind the one and not behind the other."""
+    return anchor_every > 0 and base_weight_version // anchor_every != weight_version // anchor_every
+
+
+def _choose(versions: Mapping[int, VersionManifest], request: NegotiateRequest) -> int:
     if not versions:
         raise UnavailableError("no weight version is announced yet")
-    newest = max(versions)
-    if exact_weight_version is not None:
-        if exact_weight_version not in versions:
+    if request.HasField("exact_weight_version"):
+        if request.exact_weight_version not in versions:
             known = ", ".join(map(str, sorted(versions)))
-            raise LookupError(f"weight version {exact_weight_version} is not here: versions {known} are")
-        weight_version = exact_weight_version
-    elif newest < min_weight_version:
-        raise UnavailableError(f"the newest weight version is {newest}: {min_weight_version} is not announced yet")
-    else:
-        weight_version = newest
-    offered = versions[weight_version]
-    held = held_weight_version == weight_version and held_digest == offered.digest
-    return TransferPlan(weight_version, TRANSFER_FORMAT_FULL, 0 if held else offered.num_bytes)
+            raise LookupError(f"weight version {request.exact_weight_version} is not here: versions {known} are")
+        return request.exact_weight_version
+    newest = max(versions)
+    if newest < request.min_weight_version:
+        raise UnavailableError(
+            f"the newest weight version is {newest}: {request.min_weight_version} is not announced yet"
+        )
+    return newest
+
+
+def _nearest(relays: Collection[Relay], request: NegotiateRequest) -> str:
+    """The relay of the receiver's own site, if one is there and answers it; empty when this service is the nearest."""
+    if not request.site or request.serving_address:
+        return ""
+    unreachable = set(request.unreachable_addresses)
+    near = (relay.address for relay in relays if relay.site == request.site and relay.address not in unreachable)
+    return min(near, default="")

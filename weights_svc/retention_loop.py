@@ -27,6 +27,7 @@ class RetentionLoop:
         self._announcements = announcements
         self._keep_versions = keep_versions
         self._unflushed: list[StoredVersion] = []
+        self._suspects: list[StoredVersion] = []
         self._due = asyncio.Event()
         self.recovered = asyncio.Event()
         """Set when everything that was found on disk has been verified or dropped."""
@@ -39,6 +40,12 @@ class RetentionLoop:
     def look(self) -> None:
         """A receiver is done with a version: see whether it may go."""
         self._due.set()
+
+    def suspect(self, stored: StoredVersion) -> None:
+        """Something that rests on this version came out wrong: see whether it is damaged."""
+        if stored not in self._suspects:
+            self._suspects.append(stored)
+            self._due.set()
 
     async def run(self, found: Iterable[StoredVersion]) -> None:
         """Runs until cancelled.
@@ -55,7 +62,9 @@ class RetentionLoop:
         while True:
             self._due.clear()
             await self._retire()
-            if self._unflushed:
+            if self._suspects:
+                await self._inspect(self._suspects.pop(0))
+            elif self._unflushed:
                 await asyncio.to_thread(self._store.flush, self._unflushed.pop(0))
             else:
                 await self._wait()
@@ -77,6 +86,14 @@ class RetentionLoop:
         logger.info("version=%d was on disk, whole and undamaged", stored.weight_version)
         if self._store.newest is stored:
             self._announcements.announce(stored.manifest)
+
+    async def _inspect(self, stored: StoredVersion) -> None:
+        if self._store.versions.get(stored.weight_version) is not stored:
+            return
+        try:
+            await asyncio.to_thread(self._store.verify, stored)
+        except WeightTransferError as error:
+            await self.drop(stored, error)
 
     async def _retire(self) -> None:
         now_s = time.monotonic()

@@ -18,7 +18,7 @@ import fcntl
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -139,16 +139,29 @@ class VersionStore:
                         f"its digest is {digest.hexdigest()} instead of {tensor.digest}"
                     )
 
-    def receive(self, header: PublishHeader) -> IncomingVersion:
+    def receive(self, header: PublishHeader, expected_digests: Sequence[str] | None = None) -> IncomingVersion:
         """A version that is about to come.
+
+        Args:
+            expected_digests: of its tensors, where they are known before.
 
         Raises:
             ValueError: the header names no legal version.
         """
-        return IncomingVersion(header, self._folder)
+        return IncomingVersion(header, self._folder, expected_digests)
 
-    def commit(self, incoming: IncomingVersion, manifest: VersionManifest) -> StoredVersion | None:
+    def arriving(self, incoming: IncomingVersion, manifest: VersionManifest) -> StoredVersion:
+        """An opened version as it can be read while it comes: its file is still the partial one."""
+        assert incoming.path is not None
+        return StoredVersion(manifest, incoming.path, lay_out(manifest.tensors).positions)
+
+    def commit(
+        self, incoming: IncomingVersion, manifest: VersionManifest, *, from_upstream: bool = False
+    ) -> StoredVersion | None:
         """Makes a version that has come whole one of the versions.
+
+        Args:
+            from_upstream: it is one that a relay's upstream handed out, perhaps of an earlier attempt.
 
         Returns:
             It, or None when it was there already.
@@ -159,7 +172,8 @@ class VersionStore:
         """
         version = manifest.weight_version
         with self._disk_lock:
-            self._ledger.check(manifest.attempt)
+            if not from_upstream:
+                self._ledger.check(manifest.attempt)
             old = self._versions.get(version)
             if old is not None and old.manifest.attempt >= manifest.attempt:
                 if old.manifest.digest == manifest.digest:
@@ -171,7 +185,7 @@ class VersionStore:
             assert incoming.path is not None
             stored = self._stored(manifest)
             if incoming.header.files:
-                _replace_sealed(self._model_files_path, PublishHeader(files=incoming.header.files).SerializeToString())
+                self.keep_model_files(incoming.header.files)
             incoming.path.replace(stored.path)
             incoming.path = None
             _replace_sealed(self._manifest_path(version), manifest.SerializeToString())
@@ -179,6 +193,29 @@ class VersionStore:
             if old is not None and old.path != stored.path:
                 old.path.unlink(missing_ok=True)
         return stored
+
+    def adopt(self, stored: StoredVersion, manifest: VersionManifest) -> StoredVersion:
+        """A version that is here already, as a higher attempt has published it with the same data.
+
+        Returns:
+            What is handed out from now on.
+        """
+        with self._disk_lock:
+            if manifest.attempt <= stored.manifest.attempt:
+                return stored
+            adopted = StoredVersion(manifest, stored.path, stored.positions)
+            _replace_sealed(self._manifest_path(manifest.weight_version), manifest.SerializeToString())
+            self.add(adopted)
+        return adopted
+
+    def forget(self, stored: StoredVersion) -> None:
+        """Withdraws a version and deletes it."""
+        self.withdraw(stored)
+        self.delete([stored])
+
+    def keep_model_files(self, files: Iterable[ModelFile]) -> None:
+        """Config and tokenizer of the run's model, in place of those that were kept before."""
+        _replace_sealed(self._model_files_path, PublishHeader(files=files).SerializeToString())
 
     def flush(self, stored: StoredVersion) -> None:
         """Brings a committed version to the disk itself; one that has been deleted meanwhile is passed over.
@@ -294,20 +331,6 @@ class VersionReader:
         if len(data) != stretch.num_bytes:
             raise WeightTransferError(f"{self._stored.path} is cut short at byte {position + len(data)}")
         return data
-
-
-def batches(stretches: Iterator[Stretch], batch_bytes: int) -> Iterator[list[Stretch]]:
-    """Stretches in lists of at least so many bytes each (the last one apart): small tensors are read many at a time."""
-    batch: list[Stretch] = []
-    waiting_bytes = 0
-    for stretch in stretches:
-        batch.append(stretch)
-        waiting_bytes += stretch.num_bytes
-        if waiting_bytes >= batch_bytes:
-            yield batch
-            batch, waiting_bytes = [], 0
-    if batch:
-        yield batch
 
 
 def _replace_sealed(path: Path, content: bytes) -> None:

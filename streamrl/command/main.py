@@ -124,6 +124,12 @@ def _parser() -> argparse.ArgumentParser:
     _settings_arguments(topics)
     _site_argument(topics)
 
+    certs = _command(
+        commands, "certs", "streamrl.command.certs:certs", "make an authority, certificates and tokens for trials"
+    )
+    certs.add_argument("folder", type=Path, metavar="DIR", help="where to write them: a value for rpc.trust")
+    certs.add_argument("--days", type=float, default=365.0, help="how long they are valid (default: %(default)g)")
+
     _command(commands, "doctor", "streamrl.command.doctor:doctor", "say what this machine lacks, and how to get it")
     return parser
 

@@ -12,6 +12,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from streamrl.errors import StreamRLError
 from streamrl.rpc.channel import open_aio_channel
 from streamrl.rpc.errors import peer_errors
+from streamrl.rpc.trust import use_identity
 from streamrl.settings import RpcSection
 from streamrl.v1.scheduler_pb2 import DrainRequest, GetFleetRequest, GetFleetResponse, InstanceState
 from streamrl.v1.scheduler_pb2_grpc import SchedulerServiceStub
@@ -53,6 +54,7 @@ class Observer:
         self._run_id = run_id
         self._attempt = 0
         self._rpc = rpc
+        use_identity(rpc.trust, "command")
         self._trainer_channel = open_aio_channel(rpc.trainer_address)
         self._scheduler_channel = open_aio_channel(rpc.scheduler_address)
         self._weights_channel = open_aio_channel(rpc.weights_address)

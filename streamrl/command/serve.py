@@ -48,11 +48,14 @@ def serve(arguments: Namespace) -> int:
         ValueError: the settings leave open what only `streamrl run` could decide, or the service does not stand at
             the site.
     """
-    service, instance = arguments.service, arguments.instance or arguments.service
+    service = arguments.service
     settings = resolve(arguments.config, arguments.set, must_have_id=True)
     if arguments.site is not None:
         settings = at_site(settings, arguments.site, service)
     check_final(service, settings)
+    # A relay may stand on the machine, and on the run folder, of its origin.
+    is_relay = service == "weights" and settings.weights.upstream is not None
+    instance = arguments.instance or (f"weights-{settings.run.site or 'relay'}" if is_relay else service)
     if service == "generator" and arguments.instance is None:
         raise ValueError("give this generator a name of its own in the run: --instance generator-0")
     folder = RunFolder(settings.run.folder)
@@ -74,13 +77,21 @@ def check_final(service: str, settings: Settings) -> None:
         address = getattr(settings.rpc, name)
         if address.endswith(":0"):
             problems.append(f"rpc.{name} is {address}: give it a port that the other services can know")
-        elif name != f"{service}_address" and address.rpartition(":")[0] in _ANY_HOST:
+        elif name != f"{service}_address" and _host(address) in _ANY_HOST:
             problems.append(
                 f"rpc.{name} is {address}, where a service may listen but not be found: give its own address, in "
                 "section rpc or in that of the site"
             )
+    upstream = settings.weights.upstream
+    if service == "weights" and upstream is not None and (upstream.endswith(":0") or _host(upstream) in _ANY_HOST):
+        place = f"sites.{settings.run.site}.upstream"
+        problems.append(f"the relay's upstream is {upstream}, where nobody is found: give it in {place}")
     if problems:
         raise ValueError("; ".join(problems))
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0]
 
 
 def _serve_trainer(settings: Settings, folder: RunFolder, instance: str) -> int:

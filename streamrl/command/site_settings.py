@@ -26,14 +26,21 @@ class SiteSection(Section):
     """One datacenter."""
 
     role: Literal["training", "generation"] = "generation"
-    """training: the one site of trainer, scheduler and weights_svc. generation: generators alone; topic `prompts` does
-    not exist there. Where no site is the training site, sections `kafka` and `rpc` describe it."""
+    """training: the one site of trainer, scheduler and the weights_svc that versions are published to. generation:
+    generators, and a relay of the weights if one is served; topic `prompts` does not exist there. Where no site is the
+    training site, sections `kafka` and `rpc` describe it."""
     kafka: SiteKafkaSection | None = None
     """The site's own Kafka cluster. Left out: the one of section `kafka`."""
     scheduler: Address | None = None
     """Where services at this site find the scheduler. Left out: `rpc.scheduler_address`."""
     weights: Address | None = None
-    """Where services at this site find weights_svc. Left out: `rpc.weights_address`."""
+    """Where services at this site find weights_svc: that of the training site, or a relay of this site's own, to which
+    each version comes once however many generators there are. Left out: `rpc.weights_address`."""
+    relay: Address | None = None
+    """Where `serve weights` listens at this site, as a relay. Left out: at `weights`."""
+    upstream: Address | None = None
+    """Where a relay at this site takes its versions from: the training site, or a relay of another. Left out: `weights`
+    of the training site, or else `rpc.weights_address`."""
 
 
 def _legal_site_name(value: str) -> str:

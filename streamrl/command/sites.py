@@ -5,8 +5,8 @@ from typing import Any
 from streamrl.command.settings import Settings
 from streamrl.command.site_settings import SiteSection
 
-TRAINING_SERVICES = ("trainer", "scheduler", "weights")
-"""Those that stand at the training site."""
+TRAINING_SERVICES = ("trainer", "scheduler")
+"""Those that stand at the training site alone; weights_svc may have relays at others."""
 
 
 def at_site(settings: Settings, name: str, service: str | None = None) -> Settings:
@@ -27,6 +27,8 @@ def at_site(settings: Settings, name: str, service: str | None = None) -> Settin
             f"{service} stands at the training site, and {name} is a generation site: choose another --site, or set "
             f'sites.{name}.role = "training"'
         )
+    if service == "weights" and site.role != "training":
+        return _relay(settings, name, site)
     peers = {"scheduler": site.scheduler, "weights": site.weights}
     addresses = {f"{peer}_address": address for peer, address in peers.items() if address and peer != service}
     return settings.model_copy(
@@ -34,6 +36,30 @@ def at_site(settings: Settings, name: str, service: str | None = None) -> Settin
             "run": settings.run.model_copy(update={"site": name}),
             "kafka": settings.kafka.model_copy(update=_kafka_changes(settings, site)),
             "rpc": settings.rpc.model_copy(update=addresses),
+        }
+    )
+
+
+def _relay(settings: Settings, name: str, site: SiteSection) -> Settings:
+    """weights_svc of a generation site, which takes its versions from another."""
+    listens_at = site.relay or site.weights
+    if listens_at is None:
+        raise ValueError(
+            f"{name} is a generation site, where weights_svc is a relay: sites.{name}.weights has to say where"
+        )
+    training = next((other for other in settings.sites.values() if other.role == "training"), None)
+    upstream = site.upstream or (training.weights if training else None) or settings.rpc.weights_address
+    if upstream in (listens_at, site.weights):
+        raise ValueError(
+            f"a relay at {name} would take its versions from {upstream}, where it is found itself: give it another "
+            f"address in sites.{name}.weights, or another upstream in sites.{name}.upstream"
+        )
+    return settings.model_copy(
+        update={
+            "run": settings.run.model_copy(update={"site": name}),
+            "kafka": settings.kafka.model_copy(update=_kafka_changes(settings, site)),
+            "rpc": settings.rpc.model_copy(update={"weights_address": listens_at}),
+            "weights": settings.weights.model_copy(update={"upstream": upstream, "found_at": site.weights}),
         }
     )
 

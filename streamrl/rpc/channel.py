@@ -3,6 +3,8 @@
 import grpc
 import grpc.aio
 
+from streamrl.rpc.trust import SERVER_NAME, Identity, own_identity
+
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Both ends allow this; bulk data goes in chunks far below it, a manifest of 20,000 tensors fits."""
 
@@ -18,12 +20,24 @@ _OPTIONS = [
     ("grpc.enable_http_proxy", 0),
 ]
 
+_SECURE_OPTIONS = [("grpc.ssl_target_name_override", SERVER_NAME)]
+
 
 def open_channel(address: str) -> grpc.Channel:
-    """A channel for threads. Close it."""
-    return grpc.insecure_channel(address, options=_OPTIONS)
+    """A channel for threads, with this process's identity (trust.py). Close it."""
+    if (identity := own_identity()) is None:
+        return grpc.insecure_channel(address, options=_OPTIONS)
+    return grpc.secure_channel(address, _credentials(identity), options=[*_OPTIONS, *_SECURE_OPTIONS])
 
 
 def open_aio_channel(address: str) -> grpc.aio.Channel:
-    """A channel for asyncio. Close it."""
-    return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    """A channel for asyncio, likewise. Close it."""
+    if (identity := own_identity()) is None:
+        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    return grpc.aio.secure_channel(address, _credentials(identity), options=[*_OPTIONS, *_SECURE_OPTIONS])
+
+
+def _credentials(identity: Identity) -> grpc.ChannelCredentials:
+    """TLS with this side's certificate, and the token with every call."""
+    tls = grpc.ssl_channel_credentials(identity.ca, identity.key, identity.certificate)
+    return grpc.composite_channel_credentials(tls, grpc.access_token_call_credentials(identity.token))

@@ -9,7 +9,13 @@ from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from streamrl.v1.weights_pb2 import FetchResponse, PublishRequest, TensorChunk
+from streamrl.v1.weights_pb2 import (
+    CHUNK_ENCODING_UNSPECIFIED,
+    ChunkEncoding,
+    FetchResponse,
+    PublishRequest,
+    TensorChunk,
+)
 
 _LENGTH_DELIMITED = 2
 _TENSOR_INDEX_TAG = TensorChunk.TENSOR_INDEX_FIELD_NUMBER << 3
@@ -24,6 +30,14 @@ class Stretch(NamedTuple):
     offset: int
     """Byte position inside the tensor."""
     num_bytes: int
+
+
+class FetchedChunk(NamedTuple):
+    """A chunk as a fetch sends it: plain, or as a difference to the base version."""
+
+    stretch: Stretch
+    encoding: "ChunkEncoding.ValueType"
+    data: bytes | memoryview
 
 
 _LARGEST = Stretch(tensor_index=2**31 - 1, offset=2**63 - 1, num_bytes=2**31 - 1)
@@ -77,6 +91,43 @@ def decode_publish_request(message: bytes) -> PublishRequest | tuple[Stretch, me
         data = memoryview(request.chunk.data)
         return Stretch(request.chunk.tensor_index, request.chunk.offset, len(data)), data
     return request
+
+
+def encode_fetched_chunk(chunk: "FetchedChunk") -> bytes:
+    """A FetchResponse with a difference or a stretch of plain data, serialised."""
+    stretch, encoding, data = chunk
+    if encoding == CHUNK_ENCODING_UNSPECIFIED:
+        return encode_fetch_response(stretch, data)
+    return FetchResponse(
+        chunk=TensorChunk(
+            tensor_index=stretch.tensor_index,
+            offset=stretch.offset,
+            data=bytes(data),
+            encoding=encoding,
+            num_bytes=stretch.num_bytes,
+        )
+    ).SerializeToString()
+
+
+def decode_fetch_response(message: bytes) -> "FetchedChunk":
+    """The chunk that a serialised FetchResponse carries, its data a view of the message where it stands as it is.
+
+    Raises:
+        ValueError: the message cannot be read.
+    """
+    plain = _decode_chunk(memoryview(message), FetchResponse.CHUNK_FIELD_NUMBER)
+    if plain is not None:
+        return FetchedChunk(plain[0], CHUNK_ENCODING_UNSPECIFIED, plain[1])
+    try:
+        return fetched_chunk(FetchResponse.FromString(message).chunk)
+    except DecodeError as error:
+        raise ValueError(f"a message of {len(message)} bytes is no FetchResponse: {error}") from error
+
+
+def fetched_chunk(chunk: TensorChunk) -> "FetchedChunk":
+    """A chunk as the generated classes read it."""
+    stretch = Stretch(chunk.tensor_index, chunk.offset, chunk.num_bytes or len(chunk.data))
+    return FetchedChunk(stretch, chunk.encoding, memoryview(chunk.data))
 
 
 def _encode(field_number: int, stretch: Stretch, data: bytes | memoryview) -> bytes:

@@ -6,7 +6,16 @@ from contextlib import contextmanager
 
 import grpc
 
-from streamrl.errors import RefusedError, StaleAttemptError, StreamRLError, UnavailableError, WeightTransferError
+from streamrl.errors import (
+    ForbiddenError,
+    RefusedError,
+    StaleAttemptError,
+    StreamRLError,
+    UnauthenticatedError,
+    UnavailableError,
+    WeightTransferError,
+)
+from streamrl.rpc.handshake import why_no_handshake
 
 _STALE_ATTEMPT = re.compile(r"stale attempt \(now (\d+)\): ")
 
@@ -19,6 +28,10 @@ def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
     """The status code and details that a servicer answers with when it raises."""
     if isinstance(error, StaleAttemptError):
         return grpc.StatusCode.FAILED_PRECONDITION, f"stale attempt (now {error.current_attempt}): {error}"
+    if isinstance(error, UnauthenticatedError):
+        return grpc.StatusCode.UNAUTHENTICATED, str(error)
+    if isinstance(error, ForbiddenError):
+        return grpc.StatusCode.PERMISSION_DENIED, str(error)
     if isinstance(error, RefusedError):
         return grpc.StatusCode.FAILED_PRECONDITION, str(error)
     if isinstance(error, LookupError):
@@ -40,9 +53,11 @@ def error_of(error: grpc.RpcError, peer: str) -> StreamRLError:
     """What a failed call means to the caller.
 
     Args:
-        peer: service and address, for the message.
+        peer: service and address, "weights_svc at HOST:PORT".
     """
     code, details = error.code(), error.details() or ""
+    if code is grpc.StatusCode.UNAVAILABLE and (reason := why_no_handshake(peer.rpartition(" ")[2], details)):
+        return UnauthenticatedError(f"{peer} refused: {reason}")
     if code in _UNAVAILABLE:
         return UnavailableError(f"{peer} does not answer ({code.name}): {details}")
     if stale := _STALE_ATTEMPT.match(details):

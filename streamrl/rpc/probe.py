@@ -1,4 +1,4 @@
-"""Asks a service's standard gRPC health service whether it serves: `python -m streamrl.rpc.probe HOST:PORT`.
+"""Asks a service whether it serves, by gRPC's standard health: `python -m streamrl.rpc.probe HOST:PORT [--trust DIR]`.
 
 For health checks that run a command in a service's container. Kubernetes asks by gRPC itself.
 """
@@ -6,11 +6,13 @@ For health checks that run a command in a service's container. Kubernetes asks b
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from streamrl.rpc.channel import open_channel
+from streamrl.rpc.trust import ROLES, use_identity
 
 _DEADLINE_S = 3.0
 
@@ -19,7 +21,11 @@ def main(arguments_given: Sequence[str]) -> int:
     """Returns the exit code: 0 it serves, 1 it does not, with the reason on standard error."""
     parser = argparse.ArgumentParser(prog="python -m streamrl.rpc.probe", description="Asks whether a service serves.")
     parser.add_argument("address", metavar="HOST:PORT")
-    address = parser.parse_args(arguments_given).address
+    parser.add_argument("--trust", type=Path, metavar="DIR", help="the service's rpc.trust (left out: plaintext)")
+    parser.add_argument("--role", choices=ROLES, default="command", help="whose files to use (default: %(default)s)")
+    arguments = parser.parse_args(arguments_given)
+    address = arguments.address
+    use_identity(arguments.trust, arguments.role)
     with open_channel(address) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=_DEADLINE_S)

@@ -11,6 +11,7 @@ from grpc_reflection.v1alpha import reflection
 
 from streamrl.rpc.channel import MAX_MESSAGE_BYTES
 from streamrl.rpc.errors import status_of
+from streamrl.rpc.trust import authorize, own_identity
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class Server:
         """
         host = address.rpartition(":")[0]
         try:
-            port = self._server.add_insecure_port(address)
+            port = self._add_port(address)
         except RuntimeError:
             port = 0
         if port == 0:
@@ -68,8 +69,17 @@ class Server:
         await self._server.start()
         for name in ("", self._service_name):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        logger.info("%s listens on %s:%d", self._service_name, host, port)
+        speaks = "plaintext" if own_identity() is None else "TLS"
+        logger.info("%s listens on %s:%d (%s)", self._service_name, host, port, speaks)
         return f"{host}:{port}"
+
+    def _add_port(self, address: str) -> int:
+        if (identity := own_identity()) is None:
+            return self._server.add_insecure_port(address)
+        credentials = grpc.ssl_server_credentials(
+            [(identity.key, identity.certificate)], root_certificates=identity.ca, require_client_auth=True
+        )
+        return self._server.add_secure_port(address, credentials)
 
     async def stop(self, grace_s: float = 0.5) -> None:
         """Refuses new calls and ends the open ones within `grace_s`."""
@@ -108,6 +118,7 @@ _STREAMING = {False: grpc.unary_stream_rpc_method_handler, True: grpc.stream_str
 def _wrap_unary(behaviour: Any, method: str) -> Any:
     async def call(request: Any, context: _Context) -> Any:
         try:
+            _authorize(method, context)
             return await behaviour(request, context)
         except Exception as error:  # the edge: whatever a servicer raises becomes a status
             await _abort(error, method, context)
@@ -118,12 +129,21 @@ def _wrap_unary(behaviour: Any, method: str) -> Any:
 def _wrap_streaming(behaviour: Any, method: str) -> Any:
     async def call(request: Any, context: _Context) -> AsyncIterator[Any]:
         try:
+            _authorize(method, context)
             async for response in behaviour(request, context):
                 yield response
         except Exception as error:  # the edge, as above
             await _abort(error, method, context)
 
     return call
+
+
+def _authorize(method: str, context: _Context) -> None:
+    """Raises RefusedError when this process has an identity and the caller's does not suffice."""
+    if (identity := own_identity()) is None:
+        return
+    certified = context.auth_context().get("x509_common_name", ())
+    authorize(identity, method, context.invocation_metadata() or (), [name.decode() for name in certified])
 
 
 async def _abort(error: Exception, method: str, context: _Context) -> None:
@@ -133,5 +153,5 @@ async def _abort(error: Exception, method: str, context: _Context) -> None:
     if code is grpc.StatusCode.INTERNAL:
         logger.exception("%s failed", method)
     else:
-        logger.warning("%s refused (%s): %s", method, code.name, message)
+        logger.warning("%s of %s refused (%s): %s", method, context.peer(), code.name, message)
     await context.abort(code, message)

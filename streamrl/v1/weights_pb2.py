@@ -24,15 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19streamrl/v1/weights.proto\x12\x0bstreamrl.v1\"[\n\nTensorInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x11\n\tnum_bytes\x18\x04 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\"*\n\tModelFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\"-\n\x06\x43\x61nary\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"\xae\x01\n\x0fVersionManifest\x12\x16\n\x0eweight_version\x18\x01 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12(\n\x07tensors\x18\x03 \x03(\x0b\x32\x17.streamrl.v1.TensorInfo\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12%\n\x08\x63\x61naries\x18\x05 \x03(\x0b\x32\x13.streamrl.v1.Canary\x12\x11\n\tnum_bytes\x18\x06 \x01(\x03\"\x9f\x01\n\x0ePublishRequest\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1a.streamrl.v1.PublishHeaderH\x00\x12)\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x18.streamrl.v1.TensorChunkH\x00\x12,\n\x06\x66ooter\x18\x03 \x01(\x0b\x32\x1a.streamrl.v1.PublishFooterH\x00\x42\x06\n\x04part\"\xc0\x01\n\rPublishHeader\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x16\n\x0eweight_version\x18\x03 \x01(\x03\x12(\n\x07tensors\x18\x04 \x03(\x0b\x32\x17.streamrl.v1.TensorInfo\x12%\n\x05\x66iles\x18\x05 \x03(\x0b\x32\x16.streamrl.v1.ModelFile\x12%\n\x08\x63\x61naries\x18\x06 \x03(\x0b\x32\x13.streamrl.v1.Canary\"A\n\x0bTensorChunk\x12\x14\n\x0ctensor_index\x18\x01 \x01(\x05\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\" \n\rPublishFooter\x12\x0f\n\x07\x64igests\x18\x01 \x03(\t\"!\n\x0fPublishResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"\xbc\x02\n\x10NegotiateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x10\n\x08receiver\x18\x03 \x01(\t\x12\x0c\n\x04site\x18\x04 \x01(\t\x12 \n\x13held_weight_version\x18\x05 \x01(\x03H\x00\x88\x01\x01\x12\x13\n\x0bheld_digest\x18\x06 \x01(\t\x12,\n\x07\x66ormats\x18\x07 \x03(\x0e\x32\x1b.streamrl.v1.TransferFormat\x12\x1a\n\x12min_weight_version\x18\x08 \x01(\x03\x12!\n\x14\x65xact_weight_version\x18\t \x01(\x03H\x01\x88\x01\x01\x12\x12\n\nwith_files\x18\n \x01(\x08\x42\x16\n\x14_held_weight_versionB\x17\n\x15_exact_weight_version\"\xc7\x01\n\x11NegotiateResponse\x12.\n\x08manifest\x18\x01 \x01(\x0b\x32\x1c.streamrl.v1.VersionManifest\x12+\n\x06\x66ormat\x18\x02 \x01(\x0e\x32\x1b.streamrl.v1.TransferFormat\x12\x16\n\x0etransfer_bytes\x18\x03 \x01(\x03\x12\x16\n\x0esource_address\x18\x04 \x01(\t\x12%\n\x05\x66iles\x18\x05 \x03(\x0b\x32\x16.streamrl.v1.ModelFile\"\xb7\x01\n\x0c\x46\x65tchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08receiver\x18\x02 \x01(\t\x12\x16\n\x0eweight_version\x18\x03 \x01(\x03\x12+\n\x06\x66ormat\x18\x04 \x01(\x0e\x32\x1b.streamrl.v1.TransferFormat\x12\x1a\n\x12\x66irst_tensor_index\x18\x05 \x01(\x05\x12\x14\n\x0c\x66irst_offset\x18\x06 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x07 \x01(\t\"8\n\rFetchResponse\x12\'\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x18.streamrl.v1.TensorChunk\"/\n\x0cWatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07watcher\x18\x02 \x01(\t\"H\n\rWatchResponse\x12\x16\n\x0eweight_version\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\"\xe8\x01\n\x12\x41\x63knowledgeRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x10\n\x08receiver\x18\x03 \x01(\t\x12\x16\n\x0eweight_version\x18\x04 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12\x0f\n\x07\x66\x65tch_s\x18\x06 \x01(\x01\x12\x10\n\x08switch_s\x18\x07 \x01(\x01\x12\x1c\n\x14\x63\x61nary_abs_diff_mean\x18\x08 \x01(\x01\x12\x1b\n\x13\x63\x61nary_abs_diff_max\x18\t \x01(\x01\x12\x19\n\x11\x63\x61nary_num_tokens\x18\n \x01(\x05\"\x15\n\x13\x41\x63knowledgeResponse\"H\n\rRewindRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x16\n\x0eweight_version\x18\x03 \x01(\x03\"3\n\x0eRewindResponse\x12!\n\x19\x66orgotten_weight_versions\x18\x01 \x03(\x03\"%\n\x13ListVersionsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"S\n\x08Receiver\x12\x10\n\x08receiver\x18\x01 \x01(\t\x12\x35\n\x0c\x61\x63knowledged\x18\x02 \x01(\x0b\x32\x1f.streamrl.v1.AcknowledgeRequest\"\x98\x01\n\x14ListVersionsResponse\x12.\n\x08versions\x18\x01 \x03(\x0b\x32\x1c.streamrl.v1.VersionManifest\x12(\n\treceivers\x18\x02 \x03(\x0b\x32\x15.streamrl.v1.Receiver\x12\x12\n\nbytes_full\x18\x03 \x01(\x03\x12\x12\n\nbytes_sent\x18\x04 \x01(\x03*K\n\x0eTransferFormat\x12\x1f\n\x1bTRANSFER_FORMAT_UNSPECIFIED\x10\x00\x12\x18\n\x14TRANSFER_FORMAT_FULL\x10\x01\x32\x92\x04\n\x0eWeightsService\x12\x46\n\x07Publish\x12\x1b.streamrl.v1.PublishRequest\x1a\x1c.streamrl.v1.PublishResponse(\x01\x12J\n\tNegotiate\x12\x1d.streamrl.v1.NegotiateRequest\x1a\x1e.streamrl.v1.NegotiateResponse\x12@\n\x05\x46\x65tch\x12\x19.streamrl.v1.FetchRequest\x1a\x1a.streamrl.v1.FetchResponse0\x01\x12@\n\x05Watch\x12\x19.streamrl.v1.WatchRequest\x1a\x1a.streamrl.v1.WatchResponse0\x01\x12P\n\x0b\x41\x63knowledge\x12\x1f.streamrl.v1.AcknowledgeRequest\x1a .streamrl.v1.AcknowledgeResponse\x12\x41\n\x06Rewind\x12\x1a.streamrl.v1.RewindRequest\x1a\x1b.streamrl.v1.RewindResponse\x12S\n\x0cListVersions\x12 .streamrl.v1.ListVersionsRequest\x1a!.streamrl.v1.ListVersionsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19streamrl/v1/weights.proto\x12\x0bstreamrl.v1\"[\n\nTensorInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x11\n\tnum_bytes\x18\x04 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\"*\n\tModelFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\"-\n\x06\x43\x61nary\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"\xae\x01\n\x0fVersionManifest\x12\x16\n\x0eweight_version\x18\x01 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12(\n\x07tensors\x18\x03 \x03(\x0b\x32\x17.streamrl.v1.TensorInfo\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12%\n\x08\x63\x61naries\x18\x05 \x03(\x0b\x32\x13.streamrl.v1.Canary\x12\x11\n\tnum_bytes\x18\x06 \x01(\x03\"\x9f\x01\n\x0ePublishRequest\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1a.streamrl.v1.PublishHeaderH\x00\x12)\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x18.streamrl.v1.TensorChunkH\x00\x12,\n\x06\x66ooter\x18\x03 \x01(\x0b\x32\x1a.streamrl.v1.PublishFooterH\x00\x42\x06\n\x04part\"\xc0\x01\n\rPublishHeader\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x16\n\x0eweight_version\x18\x03 \x01(\x03\x12(\n\x07tensors\x18\x04 \x03(\x0b\x32\x17.streamrl.v1.TensorInfo\x12%\n\x05\x66iles\x18\x05 \x03(\x0b\x32\x16.streamrl.v1.ModelFile\x12%\n\x08\x63\x61naries\x18\x06 \x03(\x0b\x32\x13.streamrl.v1.Canary\"\x82\x01\n\x0bTensorChunk\x12\x14\n\x0ctensor_index\x18\x01 \x01(\x05\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12,\n\x08\x65ncoding\x18\x04 \x01(\x0e\x32\x1a.streamrl.v1.ChunkEncoding\x12\x11\n\tnum_bytes\x18\x05 \x01(\x03\" \n\rPublishFooter\x12\x0f\n\x07\x64igests\x18\x01 \x03(\t\"!\n\x0fPublishResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"\xf4\x02\n\x10NegotiateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x10\n\x08receiver\x18\x03 \x01(\t\x12\x0c\n\x04site\x18\x04 \x01(\t\x12 \n\x13held_weight_version\x18\x05 \x01(\x03H\x00\x88\x01\x01\x12\x13\n\x0bheld_digest\x18\x06 \x01(\t\x12,\n\x07\x66ormats\x18\x07 \x03(\x0e\x32\x1b.streamrl.v1.TransferFormat\x12\x1a\n\x12min_weight_version\x18\x08 \x01(\x03\x12!\n\x14\x65xact_weight_version\x18\t \x01(\x03H\x01\x88\x01\x01\x12\x12\n\nwith_files\x18\n \x01(\x08\x12\x17\n\x0fserving_address\x18\x0b \x01(\t\x12\x1d\n\x15unreachable_addresses\x18\x0c \x03(\tB\x16\n\x14_held_weight_versionB\x17\n\x15_exact_weight_version\"\xe4\x01\n\x11NegotiateResponse\x12.\n\x08manifest\x18\x01 \x01(\x0b\x32\x1c.streamrl.v1.VersionManifest\x12+\n\x06\x66ormat\x18\x02 \x01(\x0e\x32\x1b.streamrl.v1.TransferFormat\x12\x16\n\x0etransfer_bytes\x18\x03 \x01(\x03\x12\x16\n\x0esource_address\x18\x04 \x01(\t\x12%\n\x05\x66iles\x18\x05 \x03(\x0b\x32\x16.streamrl.v1.ModelFile\x12\x1b\n\x13\x62\x61se_weight_version\x18\x06 \x01(\x03\"\xff\x01\n\x0c\x46\x65tchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08receiver\x18\x02 \x01(\t\x12\x16\n\x0eweight_version\x18\x03 \x01(\x03\x12+\n\x06\x66ormat\x18\x04 \x01(\x0e\x32\x1b.streamrl.v1.TransferFormat\x12\x1a\n\x12\x66irst_tensor_index\x18\x05 \x01(\x05\x12\x14\n\x0c\x66irst_offset\x18\x06 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x07 \x01(\t\x12\x1b\n\x13\x62\x61se_weight_version\x18\x08 \x01(\x03\x12\x13\n\x0b\x62\x61se_digest\x18\t \x01(\t\x12\x14\n\x0cverify_first\x18\n \x01(\x08\"8\n\rFetchResponse\x12\'\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x18.streamrl.v1.TensorChunk\"/\n\x0cWatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07watcher\x18\x02 \x01(\t\"H\n\rWatchResponse\x12\x16\n\x0eweight_version\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\"\xe8\x01\n\x12\x41\x63knowledgeRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x10\n\x08receiver\x18\x03 \x01(\t\x12\x16\n\x0eweight_version\x18\x04 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12\x0f\n\x07\x66\x65tch_s\x18\x06 \x01(\x01\x12\x10\n\x08switch_s\x18\x07 \x01(\x01\x12\x1c\n\x14\x63\x61nary_abs_diff_mean\x18\x08 \x01(\x01\x12\x1b\n\x13\x63\x61nary_abs_diff_max\x18\t \x01(\x01\x12\x19\n\x11\x63\x61nary_num_tokens\x18\n \x01(\x05\"\x15\n\x13\x41\x63knowledgeResponse\"H\n\rRewindRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x16\n\x0eweight_version\x18\x03 \x01(\x03\"3\n\x0eRewindResponse\x12!\n\x19\x66orgotten_weight_versions\x18\x01 \x03(\x03\"%\n\x13ListVersionsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"l\n\x08Receiver\x12\x10\n\x08receiver\x18\x01 \x01(\t\x12\x35\n\x0c\x61\x63knowledged\x18\x02 \x01(\x0b\x32\x1f.streamrl.v1.AcknowledgeRequest\x12\x17\n\x0fserving_address\x18\x03 \x01(\t\"\x98\x01\n\x14ListVersionsResponse\x12.\n\x08versions\x18\x01 \x03(\x0b\x32\x1c.streamrl.v1.VersionManifest\x12(\n\treceivers\x18\x02 \x03(\x0b\x32\x15.streamrl.v1.Receiver\x12\x12\n\nbytes_full\x18\x03 \x01(\x03\x12\x12\n\nbytes_sent\x18\x04 \x01(\x03*p\n\rChunkEncoding\x12\x1e\n\x1a\x43HUNK_ENCODING_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x43HUNK_ENCODING_SPARSE_DELTA\x10\x01\x12\x1e\n\x1a\x43HUNK_ENCODING_DENSE_DELTA\x10\x02*f\n\x0eTransferFormat\x12\x1f\n\x1bTRANSFER_FORMAT_UNSPECIFIED\x10\x00\x12\x18\n\x14TRANSFER_FORMAT_FULL\x10\x01\x12\x19\n\x15TRANSFER_FORMAT_DELTA\x10\x02\x32\x92\x04\n\x0eWeightsService\x12\x46\n\x07Publish\x12\x1b.streamrl.v1.PublishRequest\x1a\x1c.streamrl.v1.PublishResponse(\x01\x12J\n\tNegotiate\x12\x1d.streamrl.v1.NegotiateRequest\x1a\x1e.streamrl.v1.NegotiateResponse\x12@\n\x05\x46\x65tch\x12\x19.streamrl.v1.FetchRequest\x1a\x1a.streamrl.v1.FetchResponse0\x01\x12@\n\x05Watch\x12\x19.streamrl.v1.WatchRequest\x1a\x1a.streamrl.v1.WatchResponse0\x01\x12P\n\x0b\x41\x63knowledge\x12\x1f.streamrl.v1.AcknowledgeRequest\x1a .streamrl.v1.AcknowledgeResponse\x12\x41\n\x06Rewind\x12\x1a.streamrl.v1.RewindRequest\x1a\x1b.streamrl.v1.RewindResponse\x12S\n\x0cListVersions\x12 .streamrl.v1.ListVersionsRequest\x1a!.streamrl.v1.ListVersionsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'streamrl.v1.weights_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TRANSFERFORMAT']._serialized_start=2448
-  _globals['_TRANSFERFORMAT']._serialized_end=2523
+  _globals['_CHUNKENCODING']._serialized_start=2696
+  _globals['_CHUNKENCODING']._serialized_end=2808
+  _globals['_TRANSFERFORMAT']._serialized_start=2810
+  _globals['_TRANSFERFORMAT']._serialized_end=2912
   _globals['_TENSORINFO']._serialized_start=42
   _globals['_TENSORINFO']._serialized_end=133
   _globals['_MODELFILE']._serialized_start=135
@@ -45,38 +47,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PUBLISHREQUEST']._serialized_end=563
   _globals['_PUBLISHHEADER']._serialized_start=566
   _globals['_PUBLISHHEADER']._serialized_end=758
-  _globals['_TENSORCHUNK']._serialized_start=760
-  _globals['_TENSORCHUNK']._serialized_end=825
-  _globals['_PUBLISHFOOTER']._serialized_start=827
-  _globals['_PUBLISHFOOTER']._serialized_end=859
-  _globals['_PUBLISHRESPONSE']._serialized_start=861
-  _globals['_PUBLISHRESPONSE']._serialized_end=894
-  _globals['_NEGOTIATEREQUEST']._serialized_start=897
-  _globals['_NEGOTIATEREQUEST']._serialized_end=1213
-  _globals['_NEGOTIATERESPONSE']._serialized_start=1216
-  _globals['_NEGOTIATERESPONSE']._serialized_end=1415
-  _globals['_FETCHREQUEST']._serialized_start=1418
-  _globals['_FETCHREQUEST']._serialized_end=1601
-  _globals['_FETCHRESPONSE']._serialized_start=1603
-  _globals['_FETCHRESPONSE']._serialized_end=1659
-  _globals['_WATCHREQUEST']._serialized_start=1661
-  _globals['_WATCHREQUEST']._serialized_end=1708
-  _globals['_WATCHRESPONSE']._serialized_start=1710
-  _globals['_WATCHRESPONSE']._serialized_end=1782
-  _globals['_ACKNOWLEDGEREQUEST']._serialized_start=1785
-  _globals['_ACKNOWLEDGEREQUEST']._serialized_end=2017
-  _globals['_ACKNOWLEDGERESPONSE']._serialized_start=2019
-  _globals['_ACKNOWLEDGERESPONSE']._serialized_end=2040
-  _globals['_REWINDREQUEST']._serialized_start=2042
-  _globals['_REWINDREQUEST']._serialized_end=2114
-  _globals['_REWINDRESPONSE']._serialized_start=2116
-  _globals['_REWINDRESPONSE']._serialized_end=2167
-  _globals['_LISTVERSIONSREQUEST']._serialized_start=2169
-  _globals['_LISTVERSIONSREQUEST']._serialized_end=2206
-  _globals['_RECEIVER']._serialized_start=2208
-  _globals['_RECEIVER']._serialized_end=2291
-  _globals['_LISTVERSIONSRESPONSE']._serialized_start=2294
-  _globals['_LISTVERSIONSRESPONSE']._serialized_end=2446
-  _globals['_WEIGHTSSERVICE']._serialized_start=2526
-  _globals['_WEIGHTSSERVICE']._serialized_end=3056
+  _globals['_TENSORCHUNK']._serialized_start=761
+  _globals['_TENSORCHUNK']._serialized_end=891
+  _globals['_PUBLISHFOOTER']._serialized_start=893
+  _globals['_PUBLISHFOOTER']._serialized_end=925
+  _globals['_PUBLISHRESPONSE']._serialized_start=927
+  _globals['_PUBLISHRESPONSE']._serialized_end=960
+  _globals['_NEGOTIATEREQUEST']._serialized_start=963
+  _globals['_NEGOTIATEREQUEST']._serialized_end=1335
+  _globals['_NEGOTIATERESPONSE']._serialized_start=1338
+  _globals['_NEGOTIATERESPONSE']._serialized_end=1566
+  _globals['_FETCHREQUEST']._serialized_start=1569
+  _globals['_FETCHREQUEST']._serialized_end=1824
+  _globals['_FETCHRESPONSE']._serialized_start=1826
+  _globals['_FETCHRESPONSE']._serialized_end=1882
+  _globals['_WATCHREQUEST']._serialized_start=1884
+  _globals['_WATCHREQUEST']._serialized_end=1931
+  _globals['_WATCHRESPONSE']._serialized_start=1933
+  _globals['_WATCHRESPONSE']._serialized_end=2005
+  _globals['_ACKNOWLEDGEREQUEST']._serialized_start=2008
+  _globals['_ACKNOWLEDGEREQUEST']._serialized_end=2240
+  _globals['_ACKNOWLEDGERESPONSE']._serialized_start=2242
+  _globals['_ACKNOWLEDGERESPONSE']._serialized_end=2263
+  _globals['_REWINDREQUEST']._serialized_start=2265
+  _globals['_REWINDREQUEST']._serialized_end=2337
+  _globals['_REWINDRESPONSE']._serialized_start=2339
+  _globals['_REWINDRESPONSE']._serialized_end=2390
+  _globals['_LISTVERSIONSREQUEST']._serialized_start=2392
+  _globals['_LISTVERSIONSREQUEST']._serialized_end=2429
+  _globals['_RECEIVER']._serialized_start=2431
+  _globals['_RECEIVER']._serialized_end=2539
+  _globals['_LISTVERSIONSRESPONSE']._serialized_start=2542
+  _globals['_LISTVERSIONSRESPONSE']._serialized_end=2694
+  _globals['_WEIGHTSSERVICE']._serialized_start=2915
+  _globals['_WEIGHTSSERVICE']._serialized_end=3445
 # @@protoc_insertion_point(module_scope)

@@ -19,6 +19,30 @@ else:
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
+class _ChunkEncoding:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _ChunkEncodingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_ChunkEncoding.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    CHUNK_ENCODING_UNSPECIFIED: _ChunkEncoding.ValueType  # 0
+    """The bytes themselves."""
+    CHUNK_ENCODING_SPARSE_DELTA: _ChunkEncoding.ValueType  # 1
+    """The places of changed items and their differences."""
+    CHUNK_ENCODING_DENSE_DELTA: _ChunkEncoding.ValueType  # 2
+    """The differences of all items."""
+
+class ChunkEncoding(_ChunkEncoding, metaclass=_ChunkEncodingEnumTypeWrapper):
+    """How a chunk's data stands for the tensor's bytes. Differences are to the same stretch of the base version."""
+
+CHUNK_ENCODING_UNSPECIFIED: ChunkEncoding.ValueType  # 0
+"""The bytes themselves."""
+CHUNK_ENCODING_SPARSE_DELTA: ChunkEncoding.ValueType  # 1
+"""The places of changed items and their differences."""
+CHUNK_ENCODING_DENSE_DELTA: ChunkEncoding.ValueType  # 2
+"""The differences of all items."""
+global___ChunkEncoding = ChunkEncoding
+
 class _TransferFormat:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -28,6 +52,8 @@ class _TransferFormatEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper.
     TRANSFER_FORMAT_UNSPECIFIED: _TransferFormat.ValueType  # 0
     TRANSFER_FORMAT_FULL: _TransferFormat.ValueType  # 1
     """Whole tensors."""
+    TRANSFER_FORMAT_DELTA: _TransferFormat.ValueType  # 2
+    """Differences to a version that the receiver holds. A tensor with the digest of its namesake there is not sent."""
 
 class TransferFormat(_TransferFormat, metaclass=_TransferFormatEnumTypeWrapper):
     """How a receiver may get a version."""
@@ -35,6 +61,8 @@ class TransferFormat(_TransferFormat, metaclass=_TransferFormatEnumTypeWrapper):
 TRANSFER_FORMAT_UNSPECIFIED: TransferFormat.ValueType  # 0
 TRANSFER_FORMAT_FULL: TransferFormat.ValueType  # 1
 """Whole tensors."""
+TRANSFER_FORMAT_DELTA: TransferFormat.ValueType  # 2
+"""Differences to a version that the receiver holds. A tensor with the digest of its namesake there is not sent."""
 global___TransferFormat = TransferFormat
 
 @typing.final
@@ -223,18 +251,25 @@ class TensorChunk(google.protobuf.message.Message):
     TENSOR_INDEX_FIELD_NUMBER: builtins.int
     OFFSET_FIELD_NUMBER: builtins.int
     DATA_FIELD_NUMBER: builtins.int
+    ENCODING_FIELD_NUMBER: builtins.int
+    NUM_BYTES_FIELD_NUMBER: builtins.int
     tensor_index: builtins.int
     offset: builtins.int
     """Byte position inside the tensor."""
     data: builtins.bytes
+    encoding: global___ChunkEncoding.ValueType
+    num_bytes: builtins.int
+    """Length of the stretch; 0: that of the data. Set where the data is a difference."""
     def __init__(
         self,
         *,
         tensor_index: builtins.int = ...,
         offset: builtins.int = ...,
         data: builtins.bytes = ...,
+        encoding: global___ChunkEncoding.ValueType = ...,
+        num_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["data", b"data", "offset", b"offset", "tensor_index", b"tensor_index"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "encoding", b"encoding", "num_bytes", b"num_bytes", "offset", b"offset", "tensor_index", b"tensor_index"]) -> None: ...
 
 global___TensorChunk = TensorChunk
 
@@ -289,6 +324,8 @@ class NegotiateRequest(google.protobuf.message.Message):
     MIN_WEIGHT_VERSION_FIELD_NUMBER: builtins.int
     EXACT_WEIGHT_VERSION_FIELD_NUMBER: builtins.int
     WITH_FILES_FIELD_NUMBER: builtins.int
+    SERVING_ADDRESS_FIELD_NUMBER: builtins.int
+    UNREACHABLE_ADDRESSES_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     attempt: builtins.int
     receiver: builtins.str
@@ -302,9 +339,15 @@ class NegotiateRequest(google.protobuf.message.Message):
     """...unless exactly this one is asked for."""
     with_files: builtins.bool
     """Ask for the model's files too."""
+    serving_address: builtins.str
+    """Where the receiver, a relay, hands out versions itself, host:port; empty: it does not."""
     @property
     def formats(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___TransferFormat.ValueType]:
         """Forms it understands."""
+
+    @property
+    def unreachable_addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Sources that did not answer the receiver: it is not sent there again."""
 
     def __init__(
         self,
@@ -319,9 +362,11 @@ class NegotiateRequest(google.protobuf.message.Message):
         min_weight_version: builtins.int = ...,
         exact_weight_version: builtins.int | None = ...,
         with_files: builtins.bool = ...,
+        serving_address: builtins.str = ...,
+        unreachable_addresses: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_exact_weight_version", b"_exact_weight_version", "_held_weight_version", b"_held_weight_version", "exact_weight_version", b"exact_weight_version", "held_weight_version", b"held_weight_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_exact_weight_version", b"_exact_weight_version", "_held_weight_version", b"_held_weight_version", "attempt", b"attempt", "exact_weight_version", b"exact_weight_version", "formats", b"formats", "held_digest", b"held_digest", "held_weight_version", b"held_weight_version", "min_weight_version", b"min_weight_version", "receiver", b"receiver", "run_id", b"run_id", "site", b"site", "with_files", b"with_files"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_exact_weight_version", b"_exact_weight_version", "_held_weight_version", b"_held_weight_version", "attempt", b"attempt", "exact_weight_version", b"exact_weight_version", "formats", b"formats", "held_digest", b"held_digest", "held_weight_version", b"held_weight_version", "min_weight_version", b"min_weight_version", "receiver", b"receiver", "run_id", b"run_id", "serving_address", b"serving_address", "site", b"site", "unreachable_addresses", b"unreachable_addresses", "with_files", b"with_files"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_exact_weight_version", b"_exact_weight_version"]) -> typing.Literal["exact_weight_version"] | None: ...
     @typing.overload
@@ -340,11 +385,14 @@ class NegotiateResponse(google.protobuf.message.Message):
     TRANSFER_BYTES_FIELD_NUMBER: builtins.int
     SOURCE_ADDRESS_FIELD_NUMBER: builtins.int
     FILES_FIELD_NUMBER: builtins.int
+    BASE_WEIGHT_VERSION_FIELD_NUMBER: builtins.int
     format: global___TransferFormat.ValueType
     transfer_bytes: builtins.int
-    """Bytes that Fetch will send; 0 when the receiver already holds this version."""
+    """Bytes of data that Fetch will send, in form DELTA at most; 0 when the receiver already holds this version."""
     source_address: builtins.str
     """host:port to fetch from; empty: from this service."""
+    base_weight_version: builtins.int
+    """Form DELTA: the version that the differences are to, one that the receiver said it holds."""
     @property
     def manifest(self) -> global___VersionManifest: ...
     @property
@@ -357,9 +405,10 @@ class NegotiateResponse(google.protobuf.message.Message):
         transfer_bytes: builtins.int = ...,
         source_address: builtins.str = ...,
         files: collections.abc.Iterable[global___ModelFile] | None = ...,
+        base_weight_version: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["manifest", b"manifest"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["files", b"files", "format", b"format", "manifest", b"manifest", "source_address", b"source_address", "transfer_bytes", b"transfer_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base_weight_version", b"base_weight_version", "files", b"files", "format", b"format", "manifest", b"manifest", "source_address", b"source_address", "transfer_bytes", b"transfer_bytes"]) -> None: ...
 
 global___NegotiateResponse = NegotiateResponse
 
@@ -376,6 +425,9 @@ class FetchRequest(google.protobuf.message.Message):
     FIRST_TENSOR_INDEX_FIELD_NUMBER: builtins.int
     FIRST_OFFSET_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
+    BASE_WEIGHT_VERSION_FIELD_NUMBER: builtins.int
+    BASE_DIGEST_FIELD_NUMBER: builtins.int
+    VERIFY_FIRST_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     receiver: builtins.str
     weight_version: builtins.int
@@ -385,6 +437,13 @@ class FetchRequest(google.protobuf.message.Message):
     first_offset: builtins.int
     digest: builtins.str
     """Digest of the version as negotiated: FAILED_PRECONDITION when the service holds another."""
+    base_weight_version: builtins.int
+    """Form DELTA: the version that the receiver holds, and its digest."""
+    base_digest: builtins.str
+    verify_first: builtins.bool
+    """Data of this version has come to the receiver with another digest than it should have: the service looks whether
+    what it holds is undamaged before it sends any.
+    """
     def __init__(
         self,
         *,
@@ -395,14 +454,17 @@ class FetchRequest(google.protobuf.message.Message):
         first_tensor_index: builtins.int = ...,
         first_offset: builtins.int = ...,
         digest: builtins.str = ...,
+        base_weight_version: builtins.int = ...,
+        base_digest: builtins.str = ...,
+        verify_first: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["digest", b"digest", "first_offset", b"first_offset", "first_tensor_index", b"first_tensor_index", "format", b"format", "receiver", b"receiver", "run_id", b"run_id", "weight_version", b"weight_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base_digest", b"base_digest", "base_weight_version", b"base_weight_version", "digest", b"digest", "first_offset", b"first_offset", "first_tensor_index", b"first_tensor_index", "format", b"format", "receiver", b"receiver", "run_id", b"run_id", "verify_first", b"verify_first", "weight_version", b"weight_version"]) -> None: ...
 
 global___FetchRequest = FetchRequest
 
 @typing.final
 class FetchResponse(google.protobuf.message.Message):
-    """One chunk; chunks come in order and do not overlap."""
+    """One chunk; chunks come in order and do not overlap. In form FULL they leave nothing out."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -587,7 +649,10 @@ class Receiver(google.protobuf.message.Message):
 
     RECEIVER_FIELD_NUMBER: builtins.int
     ACKNOWLEDGED_FIELD_NUMBER: builtins.int
+    SERVING_ADDRESS_FIELD_NUMBER: builtins.int
     receiver: builtins.str
+    serving_address: builtins.str
+    """Of a relay: where it hands out versions itself. It loads none."""
     @property
     def acknowledged(self) -> global___AcknowledgeRequest: ...
     def __init__(
@@ -595,9 +660,10 @@ class Receiver(google.protobuf.message.Message):
         *,
         receiver: builtins.str = ...,
         acknowledged: global___AcknowledgeRequest | None = ...,
+        serving_address: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["acknowledged", b"acknowledged"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["acknowledged", b"acknowledged", "receiver", b"receiver"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acknowledged", b"acknowledged", "receiver", b"receiver", "serving_address", b"serving_address"]) -> None: ...
 
 global___Receiver = Receiver
 

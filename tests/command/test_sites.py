@@ -67,10 +67,35 @@ def test_prompts_stay_at_the_training_site(settings: Settings) -> None:
     assert not keeps_prompts(at_site(settings, "west"))
 
 
-@pytest.mark.parametrize("service", ["trainer", "scheduler", "weights"])
-def test_a_generation_site_has_generators_alone(settings: Settings, service: str) -> None:
+@pytest.mark.parametrize("service", ["trainer", "scheduler"])
+def test_a_generation_site_has_no_trainer_and_no_scheduler(settings: Settings, service: str) -> None:
     with pytest.raises(ValueError, match=rf"{service} stands at the training site.*sites.west.role"):
         at_site(settings, "west", service)
+
+
+def test_weights_svc_of_a_generation_site_is_a_relay_of_the_training_sites(settings: Settings) -> None:
+    west = settings.sites["west"].model_copy(update={"weights": "relay.west:7003"})
+    there = settings.model_copy(update={"sites": settings.sites | {"west": west}})
+    relay = at_site(there, "west", "weights")
+    assert (relay.rpc.weights_address, relay.weights.upstream) == ("relay.west:7003", "weights:7002")
+    assert at_site(there, "west", "generator").rpc.weights_address == "relay.west:7003"
+    assert at_site(there, "home", "weights").weights.upstream is None
+
+
+def test_a_relay_may_listen_elsewhere_than_it_is_found_and_have_another_relay_above_it(settings: Settings) -> None:
+    west = settings.sites["west"].model_copy(
+        update={"weights": "relay.west:7003", "relay": "0.0.0.0:7003", "upstream": "relay.east:7003"}
+    )
+    relay = at_site(settings.model_copy(update={"sites": settings.sites | {"west": west}}), "west", "weights")
+    assert (relay.rpc.weights_address, relay.weights.found_at) == ("0.0.0.0:7003", "relay.west:7003")
+    assert relay.weights.upstream == "relay.east:7003"
+
+
+@pytest.mark.parametrize("weights, message", [(None, "has to say where"), ("weights:7002", "found itself")])
+def test_a_relay_without_an_address_of_its_own_is_refused(settings: Settings, weights: str, message: str) -> None:
+    west = settings.sites["west"].model_copy(update={"weights": weights})
+    with pytest.raises(ValueError, match=message):
+        at_site(settings.model_copy(update={"sites": settings.sites | {"west": west}}), "west", "weights")
 
 
 def test_an_unknown_site_is_answered_with_those_that_there_are(settings: Settings) -> None:

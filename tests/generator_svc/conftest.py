@@ -433,6 +433,7 @@ class PublishedVersions(WeightsServiceServicer):
         self.break_after_chunks: list[int] = []
         """Of each fetch to come, the chunks that are sent before the stream breaks; later fetches go through."""
         self.corrupt_tensor: int | None = None
+        self.heals_when_verified = False
         self.gate = threading.Event()
         """Streams wait while it is not set."""
         self.gate.set()
@@ -482,11 +483,13 @@ class PublishedVersions(WeightsServiceServicer):
             manifest=manifest,
             format=TRANSFER_FORMAT_FULL,
             transfer_bytes=manifest.num_bytes,
-            source_address=self.source_address,
+            source_address="" if self.source_address in request.unreachable_addresses else self.source_address,
         )
 
     def Fetch(self, request: FetchRequest, context: Any) -> Iterator[FetchResponse]:
         self.positions.append((request.first_tensor_index, request.first_offset))
+        if request.verify_first and self.heals_when_verified:
+            self.corrupt_tensor = None
         chunks_left = self.break_after_chunks.pop(0) if self.break_after_chunks else -1
         _, data = self._versions[request.weight_version]
         for index in range(request.first_tensor_index, len(data)):

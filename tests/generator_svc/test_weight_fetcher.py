@@ -60,6 +60,20 @@ def test_a_digest_that_disagrees_is_an_error(published: Any) -> None:
         fetch_of(published, manifest).run()
 
 
+def test_a_tensor_that_arrives_damaged_is_verified_at_the_source_and_fetched_again(published: Any) -> None:
+    manifest = published.publish(4, TENSORS)
+    published.corrupt_tensor = 2
+    published.heals_when_verified = True
+    assert_whole(fetch_of(published, manifest).run())
+    assert published.positions == [(0, 0), (2, 0)]
+
+
+def test_a_source_that_does_not_answer_is_named_when_another_is_asked_for(published: Any) -> None:
+    manifest = published.publish(4, TENSORS)
+    published.source_address = "127.0.0.1:1"
+    assert_whole(fetch_of(published, manifest).run())
+
+
 def test_a_manifest_that_disagrees_with_itself_is_an_error(published: Any) -> None:
     manifest = published.publish(4, TENSORS)
     manifest.tensors[0].digest = "0" * 64

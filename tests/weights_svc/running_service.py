@@ -31,11 +31,11 @@ from streamrl.v1.weights_pb2 import (
     WatchRequest,
 )
 from streamrl.v1.weights_pb2_grpc import WeightsServiceStub
-from weights_svc.main import serve
+from weights_svc.main import folder_of, serve
 from weights_svc.settings import WeightsServiceSettings
 
 RUN_ID = "test-run"
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def make_data(weight_version: int, num_items: int = 1000) -> list[bytes]:
@@ -90,16 +90,32 @@ def free_address() -> str:
 class RunningService:
     """A real service on loopback, in a thread of this process, and a client of it."""
 
-    def __init__(self, run_folder: Path, *, keep_versions: int = 3, chunk_bytes: int = 4096) -> None:
+    def __init__(
+        self,
+        run_folder: Path,
+        *,
+        keep_versions: int = 3,
+        chunk_bytes: int = 4096,
+        upstream: str | None = None,
+        site: str = "",
+        anchor_every: int = 100,
+        max_bytes_per_s: float = 0.0,
+    ) -> None:
         self.settings = WeightsServiceSettings.model_validate(
             {
-                "run": {"id": RUN_ID, "dir": run_folder},
+                "run": {"id": RUN_ID, "dir": run_folder, "site": site},
                 "rpc": {"weights_address": free_address()},
-                "weights": {"keep_versions": keep_versions, "chunk_bytes": chunk_bytes},
+                "weights": {
+                    "keep_versions": keep_versions,
+                    "chunk_bytes": chunk_bytes,
+                    "upstream": upstream,
+                    "anchor_every": anchor_every,
+                    "max_bytes_per_s": max_bytes_per_s,
+                },
             }
         )
         self.address = self.settings.rpc.weights_address
-        self.folder = self.settings.run.folder / "weights"
+        self.folder = folder_of(self.settings)
         self._thread: threading.Thread | None = None
         self.start()
 

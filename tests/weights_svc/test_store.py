@@ -12,7 +12,7 @@ from streamrl.rpc.chunks import Stretch, cut
 from streamrl.v1.weights_pb2 import ModelFile, PublishFooter, PublishHeader
 from tests.weights_svc.running_service import make_data, tensor_infos
 from weights_svc.ledger import Ledger
-from weights_svc.store import StoredVersion, VersionReader, VersionStore, batches
+from weights_svc.store import StoredVersion, VersionReader, VersionStore
 
 FILES = [ModelFile(name="config.json", content=b"{}"), ModelFile(name="tokenizer.json", content=b"[1]")]
 
@@ -261,8 +261,3 @@ def test_closing_ends_a_verification(tmp_path):
     store.close()
     with pytest.raises(UnavailableError, match="ending"):
         store.verify(stored)
-
-
-def test_small_stretches_are_read_many_at_a_time():
-    stretches = [Stretch(index, 0, num_bytes) for index, num_bytes in enumerate([3, 3, 3, 10, 1])]
-    assert [[s.tensor_index for s in batch] for batch in batches(iter(stretches), 5)] == [[0, 1], [2, 3], [4]]
