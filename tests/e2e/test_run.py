@@ -30,9 +30,8 @@ def test_async_training_learns_within_its_staleness_bound_and_outlives_an_engine
     run = start_run({**cluster, "trainer.num_iterations": 12, "eval.every": 0, "scheduler.lease_s": 4})
 
     def working_engine_worker() -> psutil.Process | None:
-        status = run.status()
-        if status and status["iteration"] >= 2:
-            for service in status["services"]:
+        if run.iteration() >= 2:
+            for service in run.status()["services"]:
                 if service["service"] == "generator" and service["running"] > 8:
                     return engine_worker_of(service["pid"])
         return None
