@@ -382,7 +382,8 @@ def find_run(run: str | None, runs: Path) -> RunFolder:
             RunFolder(candidate.resolve()).read_record()
     if run is None:
         raise ValueError(
-            f"no run in {runs.resolve()}: give a run's folder, or an id together with the folder of the runs"
+            f"no run in {runs.resolve()}: give a run's folder, such as runs/my-run, or set STREAMRL_RUN__DIR to the "
+            "folder that the runs are in"
         )
     known = sorted(folder.parent.name for folder in runs.glob("*/run.json") if folder.parent.name != LATEST)
     hint = f"the newest are {', '.join(known[-5:])}" if known else "it holds none"
