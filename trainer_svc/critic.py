@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from trainer_svc.losses import VALUE_SUM_NAMES, value_loss
 from trainer_svc.microbatches import MicroBatch, empty_micro_batch
+from trainer_svc.optimizer import OptimizerRules
 from trainer_svc.policy import attention_inputs
-from trainer_svc.sharded_model import OptimizerRules, ShardedModel, Sharding
+from trainer_svc.sharded_model import ShardedModel, Sharding
 
 _FOLDER = "critic"
 
