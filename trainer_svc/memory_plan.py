@@ -104,7 +104,11 @@ def rank_memory(shape: ModelShape, practice: Practice) -> RankMemory:
     weights = share((count + (trained if lora else 0)) * dtype_bytes, 3)
     if stage == 3:
         weights += min(count, _LIVE_PARAMETERS) * dtype_bytes
-    learning = weights + share(trained * _WIDE_BYTES, 2)
+    gradients = share(trained * _WIDE_BYTES, 2)
+    if stage == 1:
+        # A rank's own part is gathered apart from the accumulated whole.
+        gradients += share(trained * _WIDE_BYTES, 1)
+    learning = weights + gradients
     optimizer = share(trained * (_MOMENTS_BYTES + (_MASTER_BYTES if stage > 0 else 0)), 1)
     num_learning = 2 if practice.has_critic else 1
     reference = weights if practice.has_reference else 0

@@ -53,6 +53,8 @@ class StepStats:
     own_logprob_abs_diff_max: float
     own_kl: float
     """k3 estimate of KL(behaviour || current) on those tokens."""
+    num_skipped: int = 0
+    """Steps so far, over resumes, that were not applied."""
 
 
 class Policy:
@@ -151,6 +153,7 @@ class Policy:
             own_logprob_abs_diff_mean=sums["own_abs_diff"] / max(1, num_own_tokens),
             own_logprob_abs_diff_max=maxima["own_abs_diff_max"],
             own_kl=sums["own_kl"] / max(1, num_own_tokens),
+            num_skipped=step.num_skipped,
         )
 
     @torch.no_grad()

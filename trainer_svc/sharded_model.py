@@ -63,6 +63,8 @@ class Step:
     """False: the gradient was not finite, and weights and optimizer are as before."""
     number: int
     """Optimizer steps applied so far, this one included."""
+    num_skipped: int
+    """Steps so far, over resumes, that were not applied."""
     learning_rate: float
     grad_norm: float
     """Before clipping, of the divided gradient; infinite when it was not applied."""
@@ -139,7 +141,8 @@ class ShardedModel:
             grad_norm = self._divide_and_step(global_count / self._world_size)
         applied = self.num_steps > num_steps
         # A step that was not applied leaves DeepSpeed's figure of the one before in place.
-        return Step(applied, self.num_steps, learning_rate, grad_norm if applied else math.inf)
+        num_skipped = int(self._engine.skipped_steps)
+        return Step(applied, self.num_steps, num_skipped, learning_rate, grad_norm if applied else math.inf)
 
     def _divide_and_step(self, divisor: float) -> float:
         """Divides the gradient that DeepSpeed averages over ranks, steps, and returns the norm before clipping."""

@@ -11,6 +11,8 @@ from pathlib import Path
 from streamrl.command.settings import Settings
 from trainer_svc.algorithms import ALGORITHMS
 from trainer_svc.memory_plan import DTYPE_BYTES, ModelShape, Practice, RankMemory, rank_memory, size_text
+from trainer_svc.model_cache import default_cache_folder
+from trainer_svc.models import local_folder
 
 # Measured: the processes of an engine on a CPU, and a trainer rank, without their weights.
 _ENGINE_BYTES = int(3.0 * 1024**3)
@@ -47,12 +49,17 @@ class MemoryNeeds:
 
 
 def memory_needs(settings: Settings) -> MemoryNeeds | None:
-    """What a run with these settings takes; None when its model is not in a folder of this machine.
+    """What a run with these settings takes; None when its model is not on this machine yet.
 
     Raises:
         ValueError: a weight file of the model is damaged.
     """
-    shape = model_shape(Path(settings.model.path).expanduser())
+    try:
+        folder = local_folder(settings.model.path, settings.run.seed, default_cache_folder())
+    except ValueError:
+        # There can be no such model: the trainer's own check says so, together with what else it finds.
+        folder = None
+    shape = model_shape(folder) if folder is not None else None
     if shape is None:
         return None
     generator, trainer = settings.generator, settings.trainer

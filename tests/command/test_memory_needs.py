@@ -10,7 +10,8 @@ from safetensors.numpy import save_file
 
 from streamrl.command.memory_needs import MemoryNeeds, memory_needs, parameter_shapes
 from streamrl.command.settings import Settings
-from streamrl.settings import ModelSection
+from streamrl.settings import ModelSection, RunSection
+from trainer_svc.tiny_model import tiny_model_place
 
 GIB = 1024**3
 COUNT = 2 * 300_007
@@ -61,8 +62,22 @@ def test_what_takes_the_memory_is_told_by_part(model: Path) -> None:
     assert "a snapshot of 3 MiB" in told
 
 
-def test_a_model_that_is_not_here_is_not_counted() -> None:
-    assert memory_needs(Settings(model=ModelSection(path="tiny"))) is None
+def test_a_model_that_is_not_here_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for path in ("tiny", "streamrl-tests/no-such-model", "package:no_such_package", "no/such/folder/of/a/model"):
+        assert memory_needs(Settings(model=ModelSection(path=path))) is None
+
+
+def test_a_model_that_was_made_before_is_counted(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    place = tiny_model_place(cache / "streamrl", seed=5)
+    place.parent.mkdir(parents=True)
+    place.symlink_to(model)
+    needs = memory_needs(Settings(model=ModelSection(path="tiny"), run=RunSection(seed=5)))
+    assert needs is not None and needs.num_parameters == COUNT
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def _networks(zero_stage: int) -> Networks:
     objective = PolicyObjective(SURROGATES["ppo"], ClipRange(0.2, 0.2), OFF_POLICY["truncated"], 2.0)
     return Networks(
         Policy(_model(), objective=objective, temperature=_TEMPERATURE, rules=_RULES, sharding=sharding),
-        Reference(_model(1), temperature=_TEMPERATURE, sharding=sharding),
+        Reference(_model(1), temperature=_TEMPERATURE, sharding=sharding, offload=zero_stage in (1, 3)),
         Critic(_model(), clip=_VALUE_CLIP, rules=_RULES, sharding=sharding),
         keeps_proximal=True,
     )
