@@ -5,6 +5,7 @@ whoever loads the final model, see a plain model. Adapters are not published by 
 """
 
 import contextlib
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -47,14 +48,30 @@ class PublishedTensor:
         return [self.base, self.adapter.lora_A[_ADAPTER].weight, self.adapter.lora_B[_ADAPTER].weight]
 
     def merged(self) -> Tensor:
-        """Its value, in the base's dtype; summed in float32 or wider, where small changes do not vanish one by one."""
+        """Its value, in the base's dtype; summed in float32 or wider."""
         if self.adapter is None:
             return self.base.detach()
         wide = torch.promote_types(self.base.dtype, torch.float32)
         base, down, up = (part.detach().to(wide) for part in self.parts)
         # Layers of GPT-2's kind keep their weights as (inputs, outputs).
         left, right = (down.T, up.T) if self.adapter.fan_in_fan_out else (up, down)
-        return torch.addmm(base, left, right, alpha=self.adapter.scaling[_ADAPTER]).to(self.base.dtype)
+        merged = torch.addmm(base, left, right, alpha=self.adapter.scaling[_ADAPTER])
+        if self.base.dtype == torch.bfloat16:
+            return _dithered(merged, seed=zlib.crc32(self.name.encode()))
+        return merged.to(self.base.dtype)
+
+
+def _dithered(values: Tensor, seed: int) -> Tensor:
+    """float32 to bfloat16: each element to the number below or above it, by a threshold of its own from 0 to 1 between
+    the two, the same in every version.
+
+    The nearest one would be the frozen weight for as long as an adapter's part is less than half of its last digit, as
+    it is for many steps: the generators would see nothing of what is learnt. So as many elements move as do on average.
+    """
+    generator = torch.Generator(values.device).manual_seed(seed)
+    thresholds = torch.randint(1 << 16, values.shape, generator=generator, dtype=torch.int32, device=values.device)
+    # bfloat16 is the upper half of a float32's bits.
+    return ((values.view(torch.int32) + thresholds) & -(1 << 16)).view(torch.float32).to(torch.bfloat16)
 
 
 def add_adapters(model: nn.Module, rules: LoraRules) -> None:

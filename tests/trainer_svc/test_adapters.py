@@ -92,15 +92,30 @@ def test_a_layer_that_cannot_have_an_adapter_is_refused_by_name(target):
         add_adapters(_qwen(), LoraRules(rank=2, alpha=4.0, targets=("q_proj", target)))
 
 
-def test_bfloat16_weights_are_merged_in_float32():
-    """Each of a hundred small changes is below the last digit of a weight that is 1; their sum is not."""
+def _merged_bfloat16(value, down, up):
+    """Of q_proj, whose weights are `value`, with an adapter that adds down x up to each."""
     model = _qwen().to(torch.bfloat16)
-    add_adapters(model, LoraRules(rank=16, alpha=16.0, targets=("q_proj",)))
+    add_adapters(model, LoraRules(rank=1, alpha=1.0, targets=("q_proj",)))
     layer = model.model.layers[0].self_attn.q_proj
     with torch.no_grad():
-        layer.base_layer.weight.fill_(1.0)
-        layer.lora_A["default"].weight.fill_(0.03125)
-        layer.lora_B["default"].weight.fill_(0.03125)
+        layer.base_layer.weight.fill_(value)
+        layer.lora_A["default"].weight.fill_(down)
+        layer.lora_B["default"].weight.fill_(up)
     merged = _merged(model)["model.layers.0.self_attn.q_proj.weight"]
     assert merged.dtype == torch.bfloat16
-    assert float(merged[0, 0]) == 1 + 16 * 0.03125**2
+    return merged.double()
+
+
+def test_what_adds_nothing_leaves_bfloat16_weights_as_they_are():
+    assert (_merged_bfloat16(0.3, 0.5, 0.0) == torch.tensor(0.3, dtype=torch.bfloat16)).all()
+
+
+@pytest.mark.parametrize("value", [1.5, -1.5])
+def test_changes_below_the_last_digit_of_a_bfloat16_weight_show_on_average(value):
+    """A quarter of the way to the next number: a quarter of the weights take it, and more of them when it is half."""
+    last_digit = 2.0**-7
+    quarter, half = _merged_bfloat16(value, 2.0**-4, 2.0**-5), _merged_bfloat16(value, 2.0**-4, 2.0**-4)
+    for merged, share in ((quarter, 0.25), (half, 0.5)):
+        assert set((merged - value).unique().tolist()) == {0.0, last_digit}
+        assert float((merged != value).double().mean()) == pytest.approx(share, abs=0.1)
+    assert (half[quarter != value] != value).all()
