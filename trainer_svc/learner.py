@@ -96,7 +96,9 @@ class Learner:
     def _rounds(self, task: str, samples: Sequence[TrainSample]) -> Iterator[tuple[list[list[Row]], MicroBatch]]:
         """Cuts samples into micro-batches and deals them; of each round what every rank has (those at the end may have
         nothing), and what this one has."""
-        rows = make_rows(samples, self._row_cost, self._micro_batch_tokens)
+        # A row that is longer than a rank's part would leave others without work.
+        part_tokens = sum(sample.num_tokens for sample in samples) // self.num_ranks
+        rows = make_rows(samples, self._row_cost, min(self._micro_batch_tokens, part_tokens))
         for round_ in deal(cut(rows, self._micro_batch_tokens, self.num_ranks), self.num_ranks, []):
             micro_batches = [
                 collate([row.samples for row in part], self._aggregation) if part else empty_micro_batch()

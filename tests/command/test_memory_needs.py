@@ -52,7 +52,9 @@ def test_the_settings_decide_what_there_is(model: Path) -> None:
     # The policy without its adapters is the reference.
     assert _needs(model, kl="loss", lora_rank=4).rank.reference == 0
     assert _needs(model, lora_rank=4).rank.optimizers == 8 * 4 * 2 * 1300
-    assert _needs(model, offload=["optimizer"]).rank.peak < _needs(model).rank.peak
+    # Of two optimizers one is there at a time.
+    both = {"algorithm": "ppo"}
+    assert _needs(model, **both, offload=["optimizer"]).rank.peak < _needs(model, **both).rank.peak
 
 
 def test_what_takes_the_memory_is_told_by_part(model: Path) -> None:
