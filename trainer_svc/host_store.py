@@ -30,7 +30,8 @@ class HostStore:
         if not self._constant or not self._copies:
             # Views of one storage move together.
             storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
-            self._copies = [(storage, _host_copy(storage)) for storage in storages.values()]
+            # What was read from a file into host memory stays there: such a storage cannot be given back.
+            self._copies = [(storage, _host_copy(storage)) for storage in storages.values() if storage.resizable()]
         for storage, _ in self._copies:
             storage.resize_(0)
         self._out = True

@@ -13,6 +13,8 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _MASTER_BYTES = 4
 _MOMENTS_BYTES = 8
 _WIDE_BYTES = 4
+_REDUCED_ELEMENTS = 1 << 26
+"""Gradients that stage 1 copies into a buffer of its own to reduce them."""
 _LIVE_PARAMETERS = 10**9
 """That ZeRO-3 holds whole at a time, by DeepSpeed's default."""
 
@@ -106,8 +108,7 @@ def rank_memory(shape: ModelShape, practice: Practice) -> RankMemory:
         weights += min(count, _LIVE_PARAMETERS) * dtype_bytes
     gradients = share(trained * _WIDE_BYTES, 2)
     if stage == 1:
-        # A rank's own part is gathered apart from the accumulated whole.
-        gradients += share(trained * _WIDE_BYTES, 1)
+        gradients += min(trained, _REDUCED_ELEMENTS) * _WIDE_BYTES
     learning = weights + gradients
     optimizer = share(trained * (_MOMENTS_BYTES + (_MASTER_BYTES if stage > 0 else 0)), 1)
     num_learning = 2 if practice.has_critic else 1

@@ -91,9 +91,7 @@ class ShardedModel:
         optimizer = torch.optim.AdamW(
             parameter_groups(model, rules.weight_decay), lr=rules.learning_rate, betas=rules.betas, fused=True
         )
-        self._engine = _start_engine(
-            model, optimizer, self._zero_stage, sharding.dtype, rules.max_grad_norm, self.num_parameters
-        )
+        self._engine = _start_engine(model, optimizer, self._zero_stage, sharding.dtype, rules.max_grad_norm)
         self._engine.train()
         if self._zero_stage == 0:
             # `_step_without_zero` reduces, once; the engine's own step would do it again.
@@ -287,11 +285,11 @@ def _start_engine(
     zero_stage: int,
     dtype: str,
     max_grad_norm: float,
-    num_elements: int,
 ) -> Any:
     deepspeed = import_deepspeed()
-    # DeepSpeed wants a multiple of 2.
-    bucket_elements = min(num_elements + num_elements % 2, _BUCKET_ELEMENTS)
+    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    # A buffer has this size. DeepSpeed wants a multiple of 2.
+    bucket_elements = min(num_trained + num_trained % 2, _BUCKET_ELEMENTS)
     config: dict[str, Any] = {
         # Sizes of micro-batches are ours; DeepSpeed only insists on a number.
         "train_micro_batch_size_per_gpu": 1,
@@ -305,7 +303,7 @@ def _start_engine(
             "overlap_comm": False,
             "reduce_bucket_size": bucket_elements,
             "allgather_bucket_size": bucket_elements,
-            "stage3_prefetch_bucket_size": bucket_elements,
+            "stage3_prefetch_bucket_size": _BUCKET_ELEMENTS,
         },
         "bf16": {"enabled": dtype == "bfloat16", "check_grad_overflow": True},
     }
