@@ -1,7 +1,9 @@
 """From the settings to what is trained and how: networks, and the recipe of a batch."""
 
 import math
+from typing import TYPE_CHECKING
 
+from trainer_svc.adapters import LoraRules, add_adapters
 from trainer_svc.algorithms import ALGORITHMS
 from trainer_svc.batch_training import KlReward, Recipe
 from trainer_svc.critic import Critic
@@ -16,38 +18,68 @@ from trainer_svc.losses import (
 )
 from trainer_svc.models import ModelFiles
 from trainer_svc.networks import Networks
+from trainer_svc.optimizer import OptimizerRules
 from trainer_svc.policy import Policy
-from trainer_svc.reference import Reference
+from trainer_svc.reference import PolicyWithoutAdapters, Reference
 from trainer_svc.settings import TrainerSettings
-from trainer_svc.sharded_model import OptimizerRules, Sharding
+from trainer_svc.sharded_model import Sharding, import_deepspeed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def networks_of(settings: TrainerSettings, model: ModelFiles) -> Networks:
     """Loads the model as often as the algorithm needs it. Every rank calls it.
 
     Raises:
-        ValueError: as `ModelFiles.load_model`.
+        ValueError: as `ModelFiles.load_model` and `add_adapters`.
     """
     trainer, temperature = settings.trainer, settings.generator.temperature
-    sharding = Sharding(trainer.zero_stage, settings.model.dtype, trainer.gradient_checkpointing)
+    has_critic, warm_up = ALGORITHMS[trainer.algorithm].has_critic, trainer.critic_warmup_iterations
+    sharding = Sharding(
+        trainer.zero_stage, settings.model.dtype, trainer.gradient_checkpointing, "optimizer" in trainer.offload
+    )
+    _refuse_offload_on_cpu(settings)
     policy = Policy(
-        model.load_model(),
+        _learning_model(settings, model),
         objective=_objective(settings),
         temperature=temperature,
-        rules=_rules(settings, trainer.learning_rate),
+        rules=_rules(settings, trainer.learning_rate, trainer.num_iterations - (warm_up if has_critic else 0)),
         sharding=sharding,
     )
-    reference = critic = None
-    if trainer.kl != "none":
-        reference = Reference(model.load_model(), temperature=temperature, sharding=sharding)
-    if ALGORITHMS[trainer.algorithm].has_critic:
+    reference: Reference | PolicyWithoutAdapters | None = None
+    if trainer.kl != "none" and trainer.lora_rank > 0:
+        reference = PolicyWithoutAdapters(policy)
+    elif trainer.kl != "none":
+        reference = Reference(
+            model.load_model(), temperature=temperature, sharding=sharding, offload="reference" in trainer.offload
+        )
+    critic = None
+    if has_critic:
         critic = Critic(
-            model.load_model(),
+            _learning_model(settings, model),
             clip=trainer.value_clip or math.inf,
-            rules=_rules(settings, trainer.critic_rate),
+            rules=_rules(settings, trainer.critic_rate, trainer.num_iterations),
             sharding=sharding,
         )
     return Networks(policy, reference, critic, keeps_proximal=_keeps_proximal(settings))
+
+
+def _refuse_offload_on_cpu(settings: TrainerSettings) -> None:
+    device = import_deepspeed().accelerator.get_accelerator().current_device_name()
+    if settings.trainer.offload and device == "cpu":
+        raise ValueError(
+            f"trainer.offload is {', '.join(settings.trainer.offload)}: this machine trains on its CPUs, and all is in "
+            "host memory already. Leave it out"
+        )
+
+
+def _learning_model(settings: TrainerSettings, model: ModelFiles) -> "PreTrainedModel":
+    trainer = settings.trainer
+    loaded = model.load_model()
+    if trainer.lora_rank > 0:
+        add_adapters(loaded, LoraRules(trainer.lora_rank, trainer.adapter_alpha, trainer.lora_targets))
+    return loaded
 
 
 def recipe_of(settings: TrainerSettings) -> Recipe:
@@ -79,7 +111,7 @@ def _objective(settings: TrainerSettings) -> PolicyObjective:
     )
 
 
-def _rules(settings: TrainerSettings, learning_rate: float) -> OptimizerRules:
+def _rules(settings: TrainerSettings, learning_rate: float, num_batches: int) -> OptimizerRules:
     trainer = settings.trainer
     return OptimizerRules(
         learning_rate=learning_rate,
@@ -87,6 +119,9 @@ def _rules(settings: TrainerSettings, learning_rate: float) -> OptimizerRules:
         betas=trainer.betas,
         weight_decay=trainer.weight_decay,
         max_grad_norm=trainer.max_grad_norm,
+        schedule=trainer.learning_rate_schedule,
+        num_steps=num_batches * trainer.steps_per_batch,
+        final_share=trainer.final_learning_rate_share,
     )
 
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from trainer_svc.losses import VALUE_SUM_NAMES, value_loss
 from trainer_svc.microbatches import MicroBatch, empty_micro_batch
+from trainer_svc.optimizer import OptimizerRules
 from trainer_svc.policy import attention_inputs
-from trainer_svc.sharded_model import OptimizerRules, ShardedModel, Sharding
+from trainer_svc.sharded_model import ShardedModel, Sharding
 
 _FOLDER = "critic"
 
@@ -38,6 +39,8 @@ class CriticStats:
     return_mean: float
     explained_variance: float
     """1 - mean squared error / variance of the returns: 1 is perfect, 0 no better than their mean."""
+    num_skipped: int = 0
+    """Steps so far, over resumes, that were not applied."""
 
 
 class ValueHead(nn.Module):
@@ -137,6 +140,7 @@ class Critic:
             return_mean=return_mean,
             # Returns that are all alike leave nothing to explain.
             explained_variance=1 - sums["squared_error"] / num_tokens / variance if variance > 1e-12 else 0.0,
+            num_skipped=step.num_skipped,
         )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

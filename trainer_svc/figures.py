@@ -63,10 +63,12 @@ FIGURES: tuple[Figure, ...] = (
     Figure("critic/clip_fraction", "share", "tokens whose value moved further than `trainer.value_clip` in the batch"),
     Figure("critic/grad_norm", "norm", "the critic's global gradient norm before clipping"),
     Figure("critic/learning_rate", "rate", "learning rate of the critic's step"),
+    Figure("critic/skipped_steps", "steps", "steps of the critic so far whose gradient was not finite"),
     Figure("grad/norm", "norm", "global gradient norm before clipping"),
     Figure("train/learning_rate", "rate", "learning rate of the step"),
     Figure("train/tokens", "tokens", "answer tokens that went through a pass; those of equal-reward groups do not"),
     Figure("train/applied", "0 or 1", "0: the gradient was not finite and the step changed nothing"),
+    Figure("train/skipped_steps", "steps", "steps of the run so far whose gradient was not finite"),
     Figure(
         "mismatch/logprob_abs_diff_mean",
         "nats",
@@ -145,8 +147,8 @@ def batch_figures(batch: "BatchIntake") -> dict[str, float]:
 
 
 def steps_figures(policy: "Sequence[StepStats]", critic: "Sequence[CriticStats]") -> dict[str, float]:
-    """What the optimizer steps of a batch show: counts of tokens added up, maxima over all, of the rest the mean.
-    Figures over no tokens are left out: a 0 would look like agreement."""
+    """What the optimizer steps of a batch show: counts of tokens added up, maxima and counts so far at their highest,
+    of the rest the mean. Figures over no tokens are left out: a 0 would look like agreement."""
     return _joined([_step_figures(stats) for stats in policy]) | _joined([_critic_figures(stats) for stats in critic])
 
 
@@ -159,7 +161,7 @@ def _joined(figures: Sequence[dict[str, float]]) -> dict[str, float]:
         values = [one[name] for one in figures if name in one]
         if name in _ADDED:
             joined[name] = math.fsum(values)
-        elif name.endswith("_max"):
+        elif name.endswith(("_max", "/skipped_steps")):
             joined[name] = max(values)
         else:
             joined[name] = min(values) if name == "train/applied" else mean(values)
@@ -173,6 +175,7 @@ def _step_figures(stats: "StepStats") -> dict[str, float]:
         "train/learning_rate": stats.learning_rate,
         "train/tokens": float(stats.num_tokens),
         "train/applied": float(stats.applied),
+        "train/skipped_steps": float(stats.num_skipped),
         "mismatch/own_tokens": float(stats.num_own_tokens),
     }
     if stats.num_tokens:
@@ -204,6 +207,7 @@ def _critic_figures(stats: "CriticStats") -> dict[str, float]:
         "critic/clip_fraction": stats.clip_fraction,
         "critic/grad_norm": stats.grad_norm,
         "critic/learning_rate": stats.learning_rate,
+        "critic/skipped_steps": float(stats.num_skipped),
     }
 
 

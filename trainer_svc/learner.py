@@ -67,6 +67,8 @@ class Learner:
     def prepare(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
         """The same samples, in another order, with all that forward passes say of them."""
         prepared = []
+        self._say("begin_preparing")
+        self._networks.begin_preparing()
         for parts, own in self._rounds("prepare", samples):
             found = self._gather_found(self._networks.prepare(own))
             for part, of_rank in zip(parts, found, strict=False):
@@ -77,6 +79,8 @@ class Learner:
                     answer = place.targets(first_target)
                     of_sample = {name: values[place.row, answer].clone() for name, values in of_rank.items()}
                     prepared.append(replace(sample, **of_sample))  # type: ignore[arg-type]
+        self._say("end_preparing")
+        self._networks.end_preparing()
         return prepared
 
     def accumulate(self, samples: Sequence[TrainSample]) -> None:
@@ -92,8 +96,10 @@ class Learner:
     def _rounds(self, task: str, samples: Sequence[TrainSample]) -> Iterator[tuple[list[list[Row]], MicroBatch]]:
         """Cuts samples into micro-batches and deals them; of each round what every rank has (those at the end may have
         nothing), and what this one has."""
-        rows = make_rows(samples, self._row_cost, self._micro_batch_tokens)
-        for round_ in deal(cut(rows, self._micro_batch_tokens), self.num_ranks, []):
+        # A row that is longer than a rank's part would leave others without work.
+        part_tokens = sum(sample.num_tokens for sample in samples) // self.num_ranks
+        rows = make_rows(samples, self._row_cost, min(self._micro_batch_tokens, part_tokens))
+        for round_ in deal(cut(rows, self._micro_batch_tokens, self.num_ranks), self.num_ranks, []):
             micro_batches = [
                 collate([row.samples for row in part], self._aggregation) if part else empty_micro_batch()
                 for part in round_
@@ -152,6 +158,10 @@ class Learner:
         while True:
             task, facts, payloads = _unpack(self._ranks.broadcast_bytes(None))
             match task:
+                case "begin_preparing":
+                    self._networks.begin_preparing()
+                case "end_preparing":
+                    self._networks.end_preparing()
                 case "prepare":
                     self._gather_found(self._networks.prepare(decode(payloads[self._ranks.rank])))
                 case "accumulate":

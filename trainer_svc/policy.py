@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from trainer_svc.losses import MAX_NAMES, SUM_NAMES, PolicyObjective, policy_loss
 from trainer_svc.microbatches import MicroBatch, attention_mask, empty_micro_batch
+from trainer_svc.optimizer import OptimizerRules
 from trainer_svc.rows import row_cost_of
-from trainer_svc.sharded_model import OptimizerRules, ShardedModel, Sharding
+from trainer_svc.sharded_model import ShardedModel, Sharding
 from trainer_svc.token_logprobs import token_logprobs
 
 
@@ -52,6 +53,8 @@ class StepStats:
     own_logprob_abs_diff_max: float
     own_kl: float
     """k3 estimate of KL(behaviour || current) on those tokens."""
+    num_skipped: int = 0
+    """Steps so far, over resumes, that were not applied."""
 
 
 class Policy:
@@ -105,6 +108,12 @@ class Policy:
         """Of each answer token, under the present weights: (rows, width - first_target), as `MicroBatch` has them."""
         return answer_logprobs(self._model, micro_batch.to(self.device), self._temperature)[0]
 
+    @torch.no_grad()
+    def initial_logprobs(self, micro_batch: MicroBatch) -> Tensor:
+        """The same under the weights that adapters learn beside: the initial model's."""
+        with self._model.without_adapters():
+            return self.answer_logprobs(micro_batch)
+
     def step(self, global_count: float) -> StepStats:
         """Divides the accumulated gradient by `global_count`, clips, and steps; the next sum starts from 0.
 
@@ -144,6 +153,7 @@ class Policy:
             own_logprob_abs_diff_mean=sums["own_abs_diff"] / max(1, num_own_tokens),
             own_logprob_abs_diff_max=maxima["own_abs_diff_max"],
             own_kl=sums["own_kl"] / max(1, num_own_tokens),
+            num_skipped=step.num_skipped,
         )
 
     @torch.no_grad()

@@ -1,7 +1,8 @@
 """The reference: a frozen policy that the trained one is kept near.
 
-It is the initial model, loaded anew by every attempt: checkpoints have nothing of it. At ZeRO stage 3 its parameters
-are divided over the ranks like the policy's; at lower stages every rank has them all.
+It is the initial model: a copy of it, loaded anew by every attempt (checkpoints have nothing of it), or, where the
+policy learns by adapters, the policy without them, which takes no memory. At ZeRO stage 3 a copy's parameters are
+divided over the ranks like the policy's; at lower stages every rank has them all.
 """
 
 import contextlib
@@ -11,19 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer_svc.host_store import HostStore
 from trainer_svc.microbatches import MicroBatch
-from trainer_svc.policy import answer_logprobs
+from trainer_svc.policy import Policy, answer_logprobs
 from trainer_svc.sharded_model import DTYPES, Sharding, import_deepspeed
 
 
 class Reference:
     """A causal language model that does not learn. Every rank calls every method, in one order."""
 
-    def __init__(self, model: nn.Module, *, temperature: float, sharding: Sharding) -> None:
+    def __init__(self, model: nn.Module, *, temperature: float, sharding: Sharding, offload: bool = False) -> None:
         """Takes over a transformers model; torch.distributed must be initialised (trainer_svc/ranks.py).
 
         Args:
             temperature: at which answers are drawn.
+            offload: it lies in host memory until it is brought in.
         """
         deepspeed = import_deepspeed()
         self._temperature = temperature
@@ -44,6 +47,19 @@ class Reference:
             self._model.eval()
         else:
             model.to(self._device)
+        self._host_store = HostStore(constant=True) if offload else None
+        self.put_out()
+
+    def bring_in(self) -> None:
+        """Before a chunk of samples: once for all of them."""
+        if self._host_store is not None:
+            self._host_store.bring_in()
+
+    def put_out(self) -> None:
+        """After it."""
+        if self._host_store is not None:
+            # What ZeRO-3 has divided is this rank's part.
+            self._host_store.put_out(getattr(part, "ds_tensor", part) for part in self._model.parameters())
 
     @torch.no_grad()
     def answer_logprobs(self, micro_batch: MicroBatch) -> Tensor:
@@ -54,3 +70,17 @@ class Reference:
         """Releases DeepSpeed's hooks and buffers."""
         if self._engine is not None:
             self._engine.destroy()
+
+
+class PolicyWithoutAdapters:
+    """The frozen part of a policy that learns by adapters, as a reference."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    def answer_logprobs(self, micro_batch: MicroBatch) -> Tensor:
+        """As that of `Reference`."""
+        return self._policy.initial_logprobs(micro_batch)
+
+    def close(self) -> None:
+        """Nothing: the policy is its owner's to close."""

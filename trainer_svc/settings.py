@@ -30,13 +30,18 @@ class TrainerSection(Section):
     """Optimizer steps of a batch, each on as many of its groups. With more than one, gradients are computed when its
     last sample is there."""
     learning_rate: PositiveFloat = 1e-6
-    """Of AdamW, constant after the warm-up."""
+    """Of AdamW, after the warm-up. Adapters (`lora_rank`) take about ten times that of all weights."""
     warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate rises linearly."""
+    learning_rate_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes on after the warm-up. linear, cosine: it falls, to `final_learning_rate_share` at the
+    end of `num_iterations`; a resumed run that is given more of them falls over those."""
+    final_learning_rate_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """What linear and cosine fall to, as a share of `learning_rate`."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """Decay rates of AdamW's two moments."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Of AdamW, decoupled from the gradient."""
+    """Of AdamW, decoupled from the gradient. Norms, biases and embeddings do not decay."""
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Gradients with a larger global norm are scaled down to it; 0: never."""
     clip_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -92,6 +97,15 @@ class TrainerSection(Section):
     incomplete_groups: Literal["train", "drop"] = "train"
     """Groups of which a sample was given up or too stale. train: without it, while two samples are left (`reinforce_pp`
     and `ppo`: one). drop: the samples that came are counted as dropped.filtered."""
+    lora_rank: NonNegativeInt = 0
+    """LoRA: adapters of this rank learn beside the model's linear layers, whose own weights stay as they are; gradients
+    and optimizer are those of the adapters alone, and `kl` needs no second model. Generators and the final model get
+    the merged weights. 0: all weights learn."""
+    lora_alpha: PositiveFloat | None = None
+    """What an adapter adds is multiplied by `lora_alpha` / `lora_rank`. Left out: twice `lora_rank`."""
+    lora_targets: tuple[str, ...] = ()
+    """The layers that get adapters, by the last part of their names, such as "q_proj". Empty: every linear layer but
+    the output layer."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
     """DeepSpeed ZeRO: 0 nothing is sharded, 1 optimizer states, 2 gradients too, 3 weights too."""
     num_ranks: PositiveInt = 1
@@ -111,6 +125,12 @@ class TrainerSection(Section):
     """Answers to one prompt share a row, which computes it once, where that is cheaper. The gradients are the same."""
     gradient_checkpointing: bool = False
     """Computes activations again in the backward pass instead of keeping them: less memory, more time."""
+    device_memory_gib: PositiveFloat | None = None
+    """Memory of the device of each rank: settings that take about more are refused before anything starts. Left out:
+    that of this machine's GPUs; without any, all that the run takes is compared with the machine's memory."""
+    offload: tuple[Literal["optimizer", "reference"], ...] = ()
+    """What lies in host memory while it is not needed, on GPUs. optimizer: moments and master weights, between steps.
+    reference: its weights, brought in once for the samples that wait, not for each."""
     deterministic: bool = False
     """Orders micro-batches by identity and waits for a whole batch first: the same samples give the same bits."""
     checkpoint_every: NonNegativeInt = 10
@@ -124,6 +144,27 @@ class TrainerSection(Section):
         if value not in ALGORITHMS:
             raise ValueError(f"unknown algorithm {value!r}; expected one of {', '.join(ALGORITHMS)}")
         return value
+
+    @model_validator(mode="after")
+    def _practice_fits(self) -> "TrainerSection":
+        num_steps = self.num_iterations * self.steps_per_batch
+        if self.learning_rate_schedule != "constant" and self.warmup_steps >= num_steps:
+            raise ValueError(
+                f"trainer.warmup_steps is {self.warmup_steps}: of the run's {num_steps} steps none is left over which "
+                f"learning_rate_schedule {self.learning_rate_schedule} could fall"
+            )
+        if self.learning_rate_schedule == "constant" and self.final_learning_rate_share > 0:
+            raise ValueError(
+                f"trainer.final_learning_rate_share is {self.final_learning_rate_share}, and the learning rate stays "
+                "constant: set trainer.learning_rate_schedule to linear or cosine, or leave the share out"
+            )
+        if self.lora_rank == 0 and (self.lora_alpha is not None or self.lora_targets):
+            given = "lora_targets" if self.lora_alpha is None else "lora_alpha"
+            raise ValueError(f"trainer.{given} is set, and trainer.lora_rank is 0: set the rank, such as 16, too")
+        if "reference" in self.offload and (self.kl == "none" or self.lora_rank > 0):
+            why = "trainer.kl is none" if self.kl == "none" else "with trainer.lora_rank it is the policy itself"
+            raise ValueError(f"trainer.offload names the reference, and there is none to move: {why}. Leave it out")
+        return self
 
     @property
     def aggregation(self) -> str:
@@ -146,6 +187,11 @@ class TrainerSection(Section):
     def estimator(self) -> str:
         """Of the KL divergence, what was left out filled in; `kl` is not none."""
         return self.kl_estimator or _KL_ESTIMATORS[self.kl]
+
+    @property
+    def adapter_alpha(self) -> float:
+        """LoRA's, what was left out filled in."""
+        return self.lora_alpha or 2.0 * self.lora_rank
 
     @property
     def critic_rate(self) -> float:

@@ -20,7 +20,7 @@ import logging
 import math
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,26 +29,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer_svc.adapters import PublishedTensor, published_tensors, without_adapters
+from trainer_svc.host_store import HostStore
+from trainer_svc.optimizer import OptimizerRules, learning_rate_at, parameter_groups
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """By `model.dtype`."""
 
 _BUCKET_ELEMENTS = 1 << 26
 """Gradients reduced, and ZeRO-3 parameters gathered, at a time."""
 _DEEPSPEED_TAG = "deepspeed"
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerRules:
-    """AdamW's."""
-
-    learning_rate: float
-    """Constant after `warmup_steps`."""
-    warmup_steps: int
-    betas: tuple[float, float]
-    weight_decay: float
-    """Of matrices; norms and biases do not decay."""
-    max_grad_norm: float
-    """Clips the norm of the divided gradient; 0 does not clip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +51,8 @@ class Sharding:
     """float32 or bfloat16; bfloat16 keeps float32 master weights and accumulates in float32."""
     gradient_checkpointing: bool = False
     """Computes activations twice instead of keeping them."""
+    offload_optimizer: bool = False
+    """Moments, and master weights where there are any, lie in host memory between steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +63,11 @@ class Step:
     """False: the gradient was not finite, and weights and optimizer are as before."""
     number: int
     """Optimizer steps applied so far, this one included."""
+    num_skipped: int
+    """Steps so far, over resumes, that were not applied."""
     learning_rate: float
     grad_norm: float
     """Before clipping, of the divided gradient; infinite when it was not applied."""
-
-
-def learning_rate_at(step: int, learning_rate: float, warmup_steps: int) -> float:
-    """Of optimizer step `step` (0 is the first): linear from 1 / warmup_steps of the rate, then constant."""
-    return learning_rate * min(1.0, (step + 1) / max(1, warmup_steps))
 
 
 class ShardedModel:
@@ -100,17 +89,17 @@ class ShardedModel:
             model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         optimizer = torch.optim.AdamW(
-            _parameter_groups(model, rules.weight_decay), lr=rules.learning_rate, betas=rules.betas, fused=True
+            parameter_groups(model, rules.weight_decay), lr=rules.learning_rate, betas=rules.betas, fused=True
         )
-        self._engine = _start_engine(
-            model, optimizer, self._zero_stage, sharding.dtype, rules.max_grad_norm, self.num_parameters
-        )
+        self._engine = _start_engine(model, optimizer, self._zero_stage, sharding.dtype, rules.max_grad_norm)
         self._engine.train()
         if self._zero_stage == 0:
             # `_step_without_zero` reduces, once; the engine's own step would do it again.
             self._engine.enable_backward_allreduce = False
         self._world_size = dist.get_world_size()
         self._rank = dist.get_rank()
+        self._host_store = HostStore() if sharding.offload_optimizer else None
+        self._put_optimizer_out()
 
     @property
     def device(self) -> torch.device:
@@ -142,14 +131,16 @@ class ShardedModel:
         """
         if not global_count > 0:
             raise ValueError(f"global_count must be above 0, got {global_count}")
-        learning_rate = learning_rate_at(self.num_steps, self._rules.learning_rate, self._rules.warmup_steps)
+        learning_rate = learning_rate_at(self.num_steps, self._rules)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
         num_steps = self.num_steps
-        grad_norm = self._divide_and_step(global_count / self._world_size)
+        with self._optimizer_brought_in():
+            grad_norm = self._divide_and_step(global_count / self._world_size)
         applied = self.num_steps > num_steps
         # A step that was not applied leaves DeepSpeed's figure of the one before in place.
-        return Step(applied, self.num_steps, learning_rate, grad_norm if applied else math.inf)
+        num_skipped = int(self._engine.skipped_steps)
+        return Step(applied, self.num_steps, num_skipped, learning_rate, grad_norm if applied else math.inf)
 
     def _divide_and_step(self, divisor: float) -> float:
         """Divides the gradient that DeepSpeed averages over ranks, steps, and returns the norm before clipping."""
@@ -182,36 +173,45 @@ class ShardedModel:
         engine.step()
         return float(grad_norm)
 
+    @contextlib.contextmanager
+    def _optimizer_brought_in(self) -> Iterator[None]:
+        if self._host_store is not None:
+            self._host_store.bring_in()
+        yield
+        self._put_optimizer_out()
+
+    def _put_optimizer_out(self) -> None:
+        if self._host_store is not None:
+            self._host_store.put_out(self._optimizer_tensors())
+
+    def _optimizer_tensors(self) -> Iterator[Tensor]:
+        """What only steps need: moments, and master weights, which are the optimizer's parameters where they are not
+        the model's own."""
+        optimizer = self._engine.optimizer
+        own = {id(parameter) for parameter in self._engine.module.parameters()}
+        for parameter, state in getattr(optimizer, "optimizer", optimizer).state.items():
+            if id(parameter) not in own:
+                yield parameter
+            # The count of steps is a number.
+            yield from (value for value in state.values() if isinstance(value, Tensor) and value.ndim > 0)
+
+    def without_adapters(self) -> contextlib.AbstractContextManager[None]:
+        """Forward passes inside are those of the initial model, where adapters learn beside it."""
+        return without_adapters(self._engine.module)
+
     @torch.no_grad()
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Names, as transformers has them, and CPU copies of all tensors, each once (tied ones under the first name).
+        """Names, as transformers has them, and CPU copies of all tensors, each once (tied ones under the first name),
+        adapters merged.
 
         Rank 0 gets the tensors, in the model's dtype; the others iterate too and get nothing. Under ZeRO-3 no more than
         one bucket of parameters is whole at any time.
         """
-        for bucket in self._weight_buckets():
-            with self._gathered([tensor for _, tensor in bucket]):
+        for bucket in _buckets(published_tensors(self._engine.module)):
+            with self._gathered([part for tensor in bucket for part in tensor.parts]):
                 # Not yielded from inside: what is gathered must not depend on how fast the caller takes it.
                 copies = _cpu_copies(bucket) if self._rank == 0 else []
             yield from copies
-
-    def _weight_buckets(self) -> Iterator[list[tuple[str, Tensor]]]:
-        module = self._engine.module
-        seen: set[int] = set()
-        bucket: list[tuple[str, Tensor]] = []
-        num_elements = 0
-        # state_dict, not named_parameters: persistent buffers belong to the model too.
-        for name, tensor in module.state_dict(keep_vars=True).items():
-            if id(tensor) in seen:
-                continue
-            seen.add(id(tensor))
-            bucket.append((name, tensor))
-            num_elements += int(getattr(tensor, "ds_numel", tensor.numel()))
-            if num_elements >= _BUCKET_ELEMENTS:
-                yield bucket
-                bucket, num_elements = [], 0
-        if bucket:
-            yield bucket
 
     def _gathered(self, tensors: list[Tensor]) -> Any:
         import deepspeed
@@ -220,16 +220,20 @@ class ShardedModel:
         return deepspeed.zero.GatheredParameters(partitioned, enabled=self._zero_stage == 3)
 
     def save(self, folder: Path) -> None:
-        """Writes model, master weights and optimizer into the folder: DeepSpeed's files, one or two a rank."""
-        self._engine.save_checkpoint(str(folder), tag=_DEEPSPEED_TAG, save_latest=False)
+        """Writes what learns, master weights and optimizer into the folder: DeepSpeed's files, one or two a rank."""
+        with self._optimizer_brought_in():
+            self._engine.save_checkpoint(
+                str(folder), tag=_DEEPSPEED_TAG, save_latest=False, exclude_frozen_parameters=True
+            )
 
     def load(self, folder: Path) -> None:
         """Reads what `save` wrote on as many ranks and at the same ZeRO stage. It unpickles: check digests before.
 
         Raises:
-            ValueError: the folder holds another number of ranks or another kind of optimizer.
+            ValueError: the folder holds another number of ranks, or of another kind of optimizer or model.
         """
-        path, _ = self._engine.load_checkpoint(str(folder), tag=_DEEPSPEED_TAG)
+        with self._optimizer_brought_in():
+            path, _ = self._engine.load_checkpoint(str(folder), tag=_DEEPSPEED_TAG, custom_load_fn=_load_learning)
         if path is None:
             raise ValueError(f"{folder} holds no DeepSpeed checkpoint that fits this trainer")
 
@@ -240,8 +244,30 @@ class ShardedModel:
         gc.collect()
 
 
-def _cpu_copies(bucket: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    return [(name, tensor.detach().to("cpu", copy=True).contiguous()) for name, tensor in bucket]
+def _buckets(tensors: Iterable[PublishedTensor]) -> Iterator[list[PublishedTensor]]:
+    """About `_BUCKET_ELEMENTS` each, one tensor at least."""
+    bucket: list[PublishedTensor] = []
+    num_elements = 0
+    for tensor in tensors:
+        bucket.append(tensor)
+        num_elements += sum(int(getattr(part, "ds_numel", part.numel())) for part in tensor.parts)
+        if num_elements >= _BUCKET_ELEMENTS:
+            yield bucket
+            bucket, num_elements = [], 0
+    if bucket:
+        yield bucket
+
+
+def _cpu_copies(bucket: Sequence[PublishedTensor]) -> list[tuple[str, Tensor]]:
+    return [(tensor.name, tensor.merged().to("cpu", copy=True).contiguous()) for tensor in bucket]
+
+
+def _load_learning(src: Mapping[str, Tensor], dst: nn.Module) -> None:
+    """What a checkpoint has into the model. Frozen parameters are not in it: they are as the model was loaded."""
+    frozen = {name for name, parameter in dst.named_parameters() if not parameter.requires_grad}
+    missing, unexpected = dst.load_state_dict(src, strict=False)
+    if wrong := sorted({*missing} - frozen | {*unexpected}):
+        raise ValueError(f"the checkpoint is of another model: {len(wrong)} tensors differ, such as {wrong[0]}")
 
 
 def _disable_dropout(model: nn.Module) -> None:
@@ -253,27 +279,17 @@ def _disable_dropout(model: nn.Module) -> None:
             setattr(module, "attention_dropout", 0.0)  # noqa: B010 - not an attribute that nn.Module declares
 
 
-def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if weight_decay == 0.0:
-        return [{"params": trained, "weight_decay": 0.0}]
-    return [
-        {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
-    ]
-
-
 def _start_engine(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     zero_stage: int,
     dtype: str,
     max_grad_norm: float,
-    num_elements: int,
 ) -> Any:
     deepspeed = import_deepspeed()
-    # DeepSpeed wants a multiple of 2.
-    bucket_elements = min(num_elements + num_elements % 2, _BUCKET_ELEMENTS)
+    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    # A buffer has this size. DeepSpeed wants a multiple of 2.
+    bucket_elements = min(num_trained + num_trained % 2, _BUCKET_ELEMENTS)
     config: dict[str, Any] = {
         # Sizes of micro-batches are ours; DeepSpeed only insists on a number.
         "train_micro_batch_size_per_gpu": 1,
@@ -287,7 +303,7 @@ def _start_engine(
             "overlap_comm": False,
             "reduce_bucket_size": bucket_elements,
             "allgather_bucket_size": bucket_elements,
-            "stage3_prefetch_bucket_size": bucket_elements,
+            "stage3_prefetch_bucket_size": _BUCKET_ELEMENTS,
         },
         "bf16": {"enabled": dtype == "bfloat16", "check_grad_overflow": True},
     }

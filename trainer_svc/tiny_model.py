@@ -54,8 +54,13 @@ def tiny_model_folder(cache_folder: Path, seed: int, report: Callable[[str], Non
     Args:
         report: told in sentences how far that is.
     """
-    folder = cache_folder / "models" / f"tiny-v{RECIPE_VERSION}-seed{seed}"
+    folder = tiny_model_place(cache_folder, seed)
     return made_once(folder, lambda unfinished: save_tiny_model(warm_start(seed, report), unfinished))
+
+
+def tiny_model_place(cache_folder: Path, seed: int) -> Path:
+    """Where the tiny model of this seed is, once it is made."""
+    return cache_folder / "models" / f"tiny-v{RECIPE_VERSION}-seed{seed}"
 
 
 def tiny_config() -> "Qwen2Config":

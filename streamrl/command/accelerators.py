@@ -3,12 +3,14 @@
 In mode colocated both stages share them. A machine without GPUs trains on its CPUs.
 """
 
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from streamrl.command.settings import Settings
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+_NVIDIA_SMI_TIMEOUT_S = 20.0
 
 
 def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
@@ -22,6 +24,16 @@ def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -
         return [name for part in environment[VISIBLE_GPUS].split(",") if (name := part.strip())]
     count = sum(1 for file in devices.glob("nvidia*") if file.name.removeprefix("nvidia").isdigit())
     return [str(index) for index in range(count)]
+
+
+def smallest_gpu_bytes(gpus: Sequence[str]) -> int | None:
+    """The memory of the smallest of these GPUs, by nvidia-smi; None: it does not say."""
+    query = ["nvidia-smi", "-i", ",".join(gpus), "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=True).stdout
+        return min(int(line) for line in told.split()) * 1024**2
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
 
 
 def gpu_shares(settings: Settings, gpus: Sequence[str]) -> dict[str, dict[str, str]]:

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 import psutil
 
 from streamrl import lifetime
-from streamrl.command.accelerators import gpu_shares, visible_gpus
+from streamrl.command.accelerators import gpu_shares, smallest_gpu_bytes, visible_gpus
 from streamrl.command.broker import check_embedded
 from streamrl.command.memory_needs import MemoryNeeds, memory_needs
 from streamrl.command.ports import why_not_listen
@@ -24,6 +24,7 @@ from streamrl.command.settings import Settings
 from streamrl.errors import StreamRLError
 from streamrl.kafka.connection import Connection
 from streamrl.run_folder import write_private
+from trainer_svc.memory_plan import size_text
 
 BROKER_TIMEOUT_S = 10.0
 
@@ -47,7 +48,7 @@ def not_checked_offline(settings: Settings) -> list[str]:
         "what reward functions return",
         *(["whether reward models answer"] if reward_models else []),
         "rows of data files after the first 10,000",
-        "whether there are accelerators enough, and whether the model fits into their memory",
+        "whether there are accelerators enough",
     ]
 
 
@@ -89,14 +90,26 @@ def check_memory(settings: Settings) -> MemoryNeeds | None:
     """About how much memory the run takes; None: not known before the model is there.
 
     Raises:
-        ValueError: more than this machine has. With GPUs, which take most of it, nothing is compared.
+        ValueError: more than a device of the trainer's ranks has, where that is known, or, without GPUs, than this
+            machine has.
     """
     needs = memory_needs(settings)
-    available = psutil.virtual_memory().total
-    if needs is not None and needs.total > available and not visible_gpus(os.environ):
+    if needs is None:
+        return None
+    gpus = visible_gpus(os.environ)
+    device = settings.trainer.device_memory_gib
+    device_bytes = int(device * 1024**3) if device is not None else smallest_gpu_bytes(gpus) if gpus else None
+    if device_bytes is not None and needs.rank.peak > device_bytes:
         raise ValueError(
-            f"the run needs about {needs}, and this machine has {available / 1024**3:.1f} GiB: take a smaller model, "
-            "fewer generator.num_instances, or a smaller generator.kv_cache_gib"
+            f"each trainer rank needs about {needs.rank} on its device, which has {size_text(device_bytes)}: take "
+            "trainer.gradient_checkpointing, a smaller trainer.micro_batch_tokens, a higher trainer.zero_stage with "
+            "more trainer.num_ranks, trainer.offload, or trainer.lora_rank"
+        )
+    available = psutil.virtual_memory().total
+    if device is None and not gpus and needs.total > available:
+        raise ValueError(
+            f"the run needs about {needs}, and this machine has {size_text(available)}: take a smaller model or "
+            "trainer.micro_batch_tokens, fewer generator.num_instances, or a smaller generator.kv_cache_gib"
         )
     return needs
 

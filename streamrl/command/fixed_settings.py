@@ -11,6 +11,7 @@ from streamrl.command.settings import Settings
 _DATA = "the order of the prompts, and the batches under way, are made with it"
 _POLICY = "answers that are under way were drawn with it"
 _OPTIMIZER = "the optimizer's state in the checkpoint has it"
+_ADAPTERS = "the checkpoint has such adapters"
 _TOPICS = "the run's topics have so many partitions"
 _TRACKER = "the run is logged there"
 
@@ -29,6 +30,9 @@ FIXED: Mapping[str, str] = {
     "generator.temperature": _POLICY,
     "trainer.num_ranks": "the checkpoint has a part for each rank",
     "trainer.zero_stage": "the checkpoint is divided by it",
+    "trainer.lora_rank": _ADAPTERS,
+    "trainer.lora_alpha": _ADAPTERS,
+    "trainer.lora_targets": _ADAPTERS,
     "trainer.betas": _OPTIMIZER,
     "trainer.weight_decay": _OPTIMIZER,
     "scheduler.max_instances": _TOPICS,

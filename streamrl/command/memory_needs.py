@@ -1,20 +1,19 @@
 """How much memory a run takes on this machine, about: counted from the model's files before anything is loaded.
 
-Activations are left out: they depend on `trainer.micro_batch_tokens`, which a user can lower. So are accelerators.
+What a trainer rank's device holds is trainer_svc/memory_plan.py. Here it is added up over the processes of a machine
+that trains and generates on its CPUs.
 """
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from streamrl.command.settings import Settings
 from trainer_svc.algorithms import ALGORITHMS
+from trainer_svc.memory_plan import DTYPE_BYTES, ModelShape, Practice, RankMemory, rank_memory, size_text
+from trainer_svc.model_cache import default_cache_folder
+from trainer_svc.models import local_folder
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-_GRADIENT_BYTES = 4
-_MASTER_BYTES = 4
-_MOMENTS_BYTES = 8
 # Measured: the processes of an engine on a CPU, and a trainer rank, without their weights.
 _ENGINE_BYTES = int(3.0 * 1024**3)
 _RANK_BYTES = int(1.0 * 1024**3)
@@ -25,73 +24,90 @@ _LONGEST_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """Bytes, over all processes on this machine."""
+    """Bytes."""
 
     num_parameters: int
     """Of the model."""
-    policy: int
-    """Weights, gradients and optimizer, over all ranks, as the next two."""
-    critic: int
-    reference: int
-    ranks: int
-    """The trainer's processes themselves."""
+    rank: RankMemory
+    """On the device of each trainer rank."""
+    trainer: int
+    """Of this machine's memory where all devices are its CPUs: all ranks, and a snapshot on its way."""
     generators: int
-
-    @property
-    def trainer(self) -> int:
-        return self.policy + self.critic + self.reference + self.ranks
+    """Likewise."""
 
     @property
     def total(self) -> int:
+        """Of a machine without GPUs."""
         return self.trainer + self.generators
 
     def __str__(self) -> str:
-        parts = {"policy": self.policy, "critic": self.critic, "reference": self.reference}
-        named = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
         return (
-            f"{_gib(self.total)} GiB for a model of {self.num_parameters / 1e6:,.1f} million parameters: trainer "
-            f"{_gib(self.trainer)} ({named}), generators {_gib(self.generators)}"
+            f"{size_text(self.total)} for a model of {self.num_parameters / 1e6:,.1f} million parameters: trainer "
+            f"{size_text(self.trainer)}, generators {size_text(self.generators)}; on the device of each trainer rank "
+            f"{self.rank}, and on rank 0's host a snapshot of {size_text(self.rank.snapshot)}"
         )
 
 
-def _gib(size: int) -> str:
-    return f"{size / 1024**3:.1f}"
-
-
 def memory_needs(settings: Settings) -> MemoryNeeds | None:
-    """What a run with these settings takes; None when its model is not in a folder of this machine.
+    """What a run with these settings takes; None when its model is not on this machine yet.
 
     Raises:
         ValueError: a weight file of the model is damaged.
     """
-    files = sorted(Path(settings.model.path).glob("*.safetensors"))
-    if not files:
+    try:
+        folder = local_folder(settings.model.path, settings.run.seed, default_cache_folder())
+    except ValueError:
+        # There can be no such model: the trainer's own check says so, together with what else it finds.
+        folder = None
+    shape = model_shape(folder) if folder is not None else None
+    if shape is None:
         return None
-    count = sum(num_parameters(file) for file in files)
-    trainer = settings.trainer
-    weight_bytes = count * _DTYPE_BYTES[settings.model.dtype]
-    # What each ZeRO stage shards over the ranks; all else is on every rank. float32 weights are their own masters.
-    masters = 0 if settings.model.dtype == "float32" else _MASTER_BYTES
-    parts = [(1, count * (_MOMENTS_BYTES + masters)), (2, count * _GRADIENT_BYTES), (3, weight_bytes)]
-    copies = {stage: 1 if trainer.zero_stage >= stage else trainer.num_ranks for stage in (1, 2, 3)}
-    policy_bytes = sum(part * copies[stage] for stage, part in parts)
-    generator = settings.generator
+    generator, trainer = settings.generator, settings.trainer
+    rank = rank_memory(shape, _practice(settings))
     cache_bytes = int((generator.kv_cache_gib or _DEFAULT_KV_CACHE_GIB) * 1024**3)
     # Twice the weights: the next version is fetched while the engine still runs the present one.
-    each = _ENGINE_BYTES + cache_bytes + 2 * weight_bytes
+    each = _ENGINE_BYTES + cache_bytes + 2 * shape.num_parameters * DTYPE_BYTES[settings.model.dtype]
     return MemoryNeeds(
-        num_parameters=count,
-        policy=policy_bytes,
-        # A little less: it has no output layer.
-        critic=policy_bytes if ALGORITHMS[trainer.algorithm].has_critic else 0,
-        reference=weight_bytes * copies[3] if trainer.kl != "none" else 0,
-        ranks=trainer.num_ranks * _RANK_BYTES,
+        num_parameters=shape.num_parameters,
+        rank=rank,
+        trainer=trainer.num_ranks * (_RANK_BYTES + rank.peak) + rank.snapshot,
         generators=generator.num_instances * each,
     )
 
 
-def num_parameters(file: Path) -> int:
-    """Parameters in a safetensors file, from its header.
+def _practice(settings: Settings) -> Practice:
+    trainer = settings.trainer
+    return Practice(
+        dtype=settings.model.dtype,
+        num_ranks=trainer.num_ranks,
+        zero_stage=trainer.zero_stage,
+        micro_batch_tokens=trainer.micro_batch_tokens,
+        has_critic=ALGORITHMS[trainer.algorithm].has_critic,
+        has_reference=trainer.kl != "none" and trainer.lora_rank == 0,
+        gradient_checkpointing=trainer.gradient_checkpointing,
+        offload_optimizer="optimizer" in trainer.offload,
+        offload_reference="reference" in trainer.offload,
+        lora_rank=trainer.lora_rank,
+        lora_targets=trainer.lora_targets,
+    )
+
+
+def model_shape(folder: Path) -> ModelShape | None:
+    """Of a model in Hugging Face's layout; None: there are no weights.
+
+    Raises:
+        ValueError: a weight file is damaged.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        return None
+    parameters = {name: shape for file in files for name, shape in parameter_shapes(file).items()}
+    config = folder / "config.json"
+    return ModelShape(parameters, json.loads(config.read_text()) if config.is_file() else {})
+
+
+def parameter_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Of the parameters in a safetensors file, by name, from its header.
 
     Raises:
         ValueError: it is none.
@@ -102,6 +118,6 @@ def num_parameters(file: Path) -> int:
         header = opened.read(length) if length <= _LONGEST_HEADER_BYTES else b""
     try:
         tensors = json.loads(header)
-        return sum(math.prod(tensor["shape"]) for name, tensor in tensors.items() if name != "__metadata__")
+        return {name: tuple(map(int, tensor["shape"])) for name, tensor in tensors.items() if name != "__metadata__"}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is no safetensors file, or is damaged: {error}") from error

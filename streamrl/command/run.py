@@ -10,7 +10,9 @@ import os
 from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from streamrl.command.broker import EmbeddedBroker, check_embedded
 from streamrl.command.checks import (
@@ -23,6 +25,7 @@ from streamrl.command.checks import (
 )
 from streamrl.command.conduct import Outcome, conduct
 from streamrl.command.display import Display, open_display, show_summary
+from streamrl.command.memory_needs import MemoryNeeds
 from streamrl.command.report import (
     EXIT_COMPLETED,
     EXIT_INTERRUPTED,
@@ -179,6 +182,10 @@ def tell(outcome: Outcome, settings: Settings, folder: RunFolder, *, as_json: bo
     return EXIT_COMPLETED if outcome.status == "completed" else EXIT_INTERRUPTED
 
 
+def _memory_json(needs: MemoryNeeds) -> dict[str, Any]:
+    return {"total": needs.total, "trainer": needs.trainer, "generators": needs.generators, "rank": asdict(needs.rank)}
+
+
 def _dry_run(settings: Settings, *, as_json: bool) -> int:
     """Checks what can be checked without broker, hub, network or accelerator, and shows the resolved settings."""
     needs = check_memory(settings)
@@ -192,7 +199,7 @@ def _dry_run(settings: Settings, *, as_json: bool) -> int:
                 "status": "checked",
                 "run_id": settings.run.id,
                 "settings": public_settings(settings),
-                "memory_bytes": needs.total if needs is not None else None,
+                "memory_bytes": _memory_json(needs) if needs is not None else None,
                 "notes": notes,
                 "not_checked": not_checked_offline(settings),
             }
@@ -200,7 +207,7 @@ def _dry_run(settings: Settings, *, as_json: bool) -> int:
         return EXIT_COMPLETED
     write_line(toml_text(public_settings(settings)))
     if needs is not None:
-        write_error(f"Memory: about {needs}, activations apart.")
+        write_error(f"Memory: about {needs}.")
     for note in notes:
         write_error(note)
     write_error("These settings fit together, and what they name on this machine is there. Not checked:")

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.command.accelerators import gpu_shares, visible_gpus
+from streamrl.command.accelerators import gpu_shares, smallest_gpu_bytes, visible_gpus
 from streamrl.command.settings import Settings
 
 
@@ -51,3 +51,17 @@ def test_visible_gpus_are_those_of_the_environment_before_those_of_the_machine(t
     assert visible_gpus({}, tmp_path) == ["0", "1"]
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "7, 2"}, tmp_path) == ["7", "2"]
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
+
+
+def test_the_memory_of_the_smallest_gpu_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = tmp_path / "asked"
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f'#!/bin/sh\necho "$@" > {asked}\necho 81559\necho 40960\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert smallest_gpu_bytes(["0", "GPU-3"]) == 40960 * 1024**2
+    assert "-i 0,GPU-3" in asked.read_text()
+    program.write_text("#!/bin/sh\necho No devices were found\nexit 6\n")
+    assert smallest_gpu_bytes(["0"]) is None
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    assert smallest_gpu_bytes(["0"]) is None

@@ -11,6 +11,7 @@ from streamrl.command.memory_needs import MemoryNeeds
 from streamrl.command.ports import free_port
 from streamrl.command.settings import Settings
 from streamrl.errors import BrokerUnavailableError, StreamRLError
+from trainer_svc.memory_plan import RankMemory
 
 
 def _settings(**sections: object) -> Settings:
@@ -48,13 +49,20 @@ def test_a_broker_that_does_not_answer_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_run_that_needs_more_memory_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    too_much = MemoryNeeds(10**12, policy=16 * 10**12, critic=0, reference=0, ranks=0, generators=10**12)
+    rank = RankMemory(16 * 10**12, 0, 0, 0, 0, 0, peak=16 * 10**12)
+    too_much = MemoryNeeds(10**12, rank, trainer=16 * 10**12, generators=10**12)
     monkeypatch.setattr(checks, "memory_needs", lambda _settings: too_much)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ValueError, match=r"the run needs about 15832\.5 GiB"):
         checks.check_memory(_settings())
-    # With a GPU most of it is not in this memory.
+    # With a GPU most of it is not in this memory, but in its own.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(checks, "smallest_gpu_bytes", lambda _gpus: 80 * 1024**3)
+    with pytest.raises(ValueError, match=r"each trainer rank needs about 14901\.2 GiB .*, which has 80\.0 GiB: take"):
+        checks.check_memory(_settings())
+    assert checks.check_memory(_settings(trainer={"device_memory_gib": 20_000})) == too_much
+    # Where nothing is known of it, nothing is compared.
+    monkeypatch.setattr(checks, "smallest_gpu_bytes", lambda _gpus: None)
     assert checks.check_memory(_settings()) == too_much
 
 

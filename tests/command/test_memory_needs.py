@@ -1,5 +1,6 @@
 """How much memory a run takes."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,64 +8,78 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from streamrl.command.memory_needs import memory_needs, num_parameters
+from streamrl.command.memory_needs import MemoryNeeds, memory_needs, parameter_shapes
 from streamrl.command.settings import Settings
-from streamrl.settings import ModelSection
+from streamrl.settings import ModelSection, RunSection
+from trainer_svc.tiny_model import tiny_model_place
 
 GIB = 1024**3
+COUNT = 2 * 300_007
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     for name in ("a", "b"):
-        save_file(
-            {"weight": np.zeros((300, 1000), np.float32), "bias": np.zeros(7, np.float32)},
-            tmp_path / f"{name}.safetensors",
-        )
+        tensors = {f"{name}.weight": np.zeros((300, 1000), np.float32), f"{name}.bias": np.zeros(7, np.float32)}
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "other"}))
     return tmp_path
 
 
-def _needs(model: Path, dtype: str = "float32", **trainer: Any) -> tuple[int, int]:
+def _needs(model: Path, dtype: str = "float32", **trainer: Any) -> MemoryNeeds:
     settings = Settings(model={"path": str(model), "dtype": dtype}, trainer=trainer)  # type: ignore[arg-type]
     needs = memory_needs(settings)
     assert needs is not None
-    return needs.trainer, needs.generators
+    return needs
 
 
-def test_parameters_are_counted_from_the_headers(model: Path) -> None:
-    assert num_parameters(model / "a.safetensors") == 300_007
+def test_shapes_are_read_from_the_headers(model: Path) -> None:
+    assert parameter_shapes(model / "a.safetensors") == {"a.weight": (300, 1000), "a.bias": (7,)}
 
 
-def test_a_rank_holds_weights_gradients_and_moments(model: Path) -> None:
-    count = 2 * 300_007
-    assert _needs(model) == (GIB + 16 * count, 4 * GIB + 8 * count)
-    assert _needs(model, "bfloat16") == (GIB + 18 * count, 4 * GIB + 4 * count)
+def test_a_machine_of_cpus_holds_every_rank_a_snapshot_and_the_engines(model: Path) -> None:
+    needs = _needs(model)
+    assert needs.trainer == GIB + needs.rank.peak + 4 * COUNT
+    assert needs.generators == 4 * GIB + 8 * COUNT
+    two = _needs(model, num_ranks=2)
+    assert two.trainer == 2 * (GIB + two.rank.peak) + 4 * COUNT
 
 
-def test_zero_shards_more_with_each_stage(model: Path) -> None:
-    totals = [_needs(model, num_ranks=4, zero_stage=stage)[0] - 4 * GIB for stage in range(4)]
-    count = 2 * 300_007
-    assert totals == [64 * count, (8 + 4 * 8) * count, (12 + 4 * 4) * count, 16 * count]
-
-
-def test_a_critic_is_another_policy_and_a_reference_its_weights_alone(model: Path) -> None:
-    count = 2 * 300_007
-    assert _needs(model, algorithm="ppo")[0] == GIB + 32 * count
-    assert _needs(model, "bfloat16", kl="loss")[0] == GIB + 20 * count
-    two = _needs(model, "bfloat16", kl="loss", num_ranks=2)[0] - _needs(model, "bfloat16", num_ranks=2)[0]
-    sharded = {"num_ranks": 2, "zero_stage": 3}
-    one = _needs(model, "bfloat16", kl="loss", **sharded)[0] - _needs(model, "bfloat16", **sharded)[0]
-    assert (two, one) == (4 * count, 2 * count)
+def test_the_settings_decide_what_there_is(model: Path) -> None:
+    assert _needs(model).rank.critic == 0
+    assert _needs(model, algorithm="ppo").rank.critic == _needs(model).rank.actor
+    assert _needs(model, kl="loss").rank.reference == 4 * COUNT
+    # The policy without its adapters is the reference.
+    assert _needs(model, kl="loss", lora_rank=4).rank.reference == 0
+    assert _needs(model, lora_rank=4).rank.optimizers == 8 * 4 * 2 * 1300
+    # Of two optimizers one is there at a time.
+    both = {"algorithm": "ppo"}
+    assert _needs(model, **both, offload=["optimizer"]).rank.peak < _needs(model, **both).rank.peak
 
 
 def test_what_takes_the_memory_is_told_by_part(model: Path) -> None:
-    settings = Settings(model={"path": str(model)}, trainer={"algorithm": "ppo", "kl": "reward"})  # type: ignore[arg-type]
-    told = str(memory_needs(settings))
-    assert "trainer 1.0 (policy 0.0, critic 0.0, reference 0.0), generators" in told
+    told = str(_needs(model, algorithm="ppo", kl="reward"))
+    assert "trainer 1.0 GiB, generators 4.0 GiB" in told
+    assert "(actor 5 MiB, critic 5 MiB, reference 3 MiB, optimizers 10 MiB)" in told
+    assert "a snapshot of 3 MiB" in told
 
 
-def test_a_model_that_is_not_here_is_not_counted() -> None:
-    assert memory_needs(Settings(model=ModelSection(path="tiny"))) is None
+def test_a_model_that_is_not_here_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for path in ("tiny", "streamrl-tests/no-such-model", "package:no_such_package", "no/such/folder/of/a/model"):
+        assert memory_needs(Settings(model=ModelSection(path=path))) is None
+
+
+def test_a_model_that_was_made_before_is_counted(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    place = tiny_model_place(cache / "streamrl", seed=5)
+    place.parent.mkdir(parents=True)
+    place.symlink_to(model)
+    needs = memory_needs(Settings(model=ModelSection(path="tiny"), run=RunSection(seed=5)))
+    assert needs is not None and needs.num_parameters == COUNT
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:

@@ -26,11 +26,12 @@ from trainer_svc.learner import Learner
 from trainer_svc.losses import KL_ESTIMATORS, OFF_POLICY, SURROGATES, ClipRange, PolicyObjective, aggregation_of
 from trainer_svc.microbatches import TrainSample
 from trainer_svc.networks import Networks
+from trainer_svc.optimizer import OptimizerRules
 from trainer_svc.policy import Policy
 from trainer_svc.ranks import Ranks, join_ranks
 from trainer_svc.reference import Reference
 from trainer_svc.rows import RowCost
-from trainer_svc.sharded_model import OptimizerRules, Sharding
+from trainer_svc.sharded_model import Sharding
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
 
@@ -88,7 +89,7 @@ def _networks(zero_stage: int) -> Networks:
     objective = PolicyObjective(SURROGATES["ppo"], ClipRange(0.2, 0.2), OFF_POLICY["truncated"], 2.0)
     return Networks(
         Policy(_model(), objective=objective, temperature=_TEMPERATURE, rules=_RULES, sharding=sharding),
-        Reference(_model(1), temperature=_TEMPERATURE, sharding=sharding),
+        Reference(_model(1), temperature=_TEMPERATURE, sharding=sharding, offload=zero_stage in (1, 3)),
         Critic(_model(), clip=_VALUE_CLIP, rules=_RULES, sharding=sharding),
         keeps_proximal=True,
     )

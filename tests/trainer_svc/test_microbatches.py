@@ -172,3 +172,41 @@ def test_a_sample_whose_parts_differ_in_length_is_refused(logprobs, marks):
 def test_a_sample_without_an_answer_is_refused():
     with pytest.raises(ValueError, match="at least one token"):
         TrainSample((0, 0, 0), [1], [], [], 1.0, [])
+
+
+@given(_SAMPLES, st.integers(1, 200), st.integers(2, 5))
+def test_a_cut_for_several_ranks_holds_every_sample_once_within_the_budget(samples, budget, num_ranks):
+    rounds = deal(cut(samples, budget, num_ranks), num_ranks, [])
+    assert sorted(sample.identity for dealt in rounds for part in dealt for sample in part) == [
+        sample.identity for sample in samples
+    ]
+    for dealt in rounds:
+        assert dealt[0]
+        for part in filter(None, dealt):
+            assert len(part) == 1 or len(part) * part[0].num_tokens <= budget
+            assert len(part) == 1 or len(part) * part[0].num_tokens <= len(dealt[0]) * dealt[0][0].num_tokens
+    # Only where samples have run out do ranks have nothing.
+    assert all(all(dealt) for dealt in rounds[:-1])
+
+
+def _slowest(rounds):
+    """What all ranks wait for: of each round the largest micro-batch."""
+    return sum(max(len(part) * part[0].num_tokens for part in dealt if part) for dealt in rounds)
+
+
+def test_ranks_have_as_much_to_do_as_each_other():
+    """Lengths with a long tail, as answers have them."""
+    lengths = [max(1, round(24 * 2.718 ** (0.9 * (((index * 37) % 101) / 25 - 2)))) for index in range(256)]
+    samples = [_sample(index, 4, min(length, 400)) for index, length in enumerate(lengths)]
+    tokens = sum(sample.num_tokens for sample in samples)
+    for num_ranks in (2, 4, 8):
+        together = _slowest(deal(cut(samples, 4096, num_ranks), num_ranks, []))
+        one_by_one = _slowest(deal(cut(samples, 4096), num_ranks, []))
+        assert together <= one_by_one
+        # Within a quarter of what no cut can do better than.
+        assert together * num_ranks <= 1.25 * tokens
+
+
+def test_a_few_equal_samples_are_spread_over_all_ranks():
+    samples = [_sample(index, 2, 8) for index in range(8)]
+    assert [len(part) for part in cut(samples, 1000, 4)] == [2, 2, 2, 2]

@@ -26,6 +26,16 @@ from trainer_svc.settings import TrainerSettings
         ({"generator": {"max_tokens": 60, "max_model_len": 60}}, "leaves no room for a prompt"),
         ({"trainer": {"learning_rate": float("inf")}}, "finite number"),
         ({"run": {"seed": -1}}, "greater than or equal to 0"),
+        (
+            {"trainer": {"learning_rate_schedule": "cosine", "num_iterations": 10, "warmup_steps": 10}},
+            "of the run's 10 steps none is left over which learning_rate_schedule cosine could fall",
+        ),
+        ({"trainer": {"final_learning_rate_share": 0.1}}, "the learning rate stays constant"),
+        ({"trainer": {"lora_alpha": 16}}, "trainer.lora_alpha is set, and trainer.lora_rank is 0"),
+        ({"trainer": {"lora_targets": ["q_proj"]}}, "trainer.lora_targets is set, and trainer.lora_rank is 0"),
+        ({"trainer": {"offload": ["reference"]}}, "there is none to move: trainer.kl is none"),
+        ({"trainer": {"offload": ["reference"], "kl": "loss", "lora_rank": 8}}, "it is the policy itself"),
+        ({"trainer": {"offload": ["critic"]}}, "offload"),
         ({"reward": {"functions": []}}, "at least one reward function"),
     ],
 )
@@ -67,6 +77,11 @@ def test_what_is_left_out_is_what_the_algorithm_is_published_with() -> None:
     assert (settings.max_refill_prompts, settings.overlong_buffer_tokens) == (5, 0)
     kinds = [TrainerSettings.model_validate({"trainer": {"kl": kl}}).trainer.estimator for kl in ("reward", "loss")]
     assert kinds == ["k1", "k3"]
+
+
+def test_adapters_weigh_twice_their_rank_unless_told_otherwise() -> None:
+    for given, alpha in (({}, 16.0), ({"lora_alpha": 4}, 4.0)):
+        assert TrainerSettings.model_validate({"trainer": {"lora_rank": 8, **given}}).trainer.adapter_alpha == alpha
 
 
 def test_what_older_versions_drew_is_corrected_where_versions_differ() -> None:
