@@ -8,11 +8,13 @@ bit (zigzag). Then, whichever suits:
     dense   where many did: the differences of all items
     raw     the new bytes themselves, when neither is smaller
 
-Differences are stored byte plane by byte plane, lowest bytes first, and what is left is zstd's.
+Differences are stored byte plane by byte plane, lowest bytes first; one of nothing but zeros is left out, and what is left
+is zstd's.
 
 Pure functions of their arguments; what is decoded has to be compared with a digest by whoever knows it.
 """
 
+from collections.abc import Iterator
 from typing import TypeAlias
 
 import numpy as np
@@ -120,22 +122,52 @@ class DeltaCodec:
         return new
 
     def _encode_dense(self, old: _Items, new: _Items) -> bytes:
-        parts = []
-        for plane in _planes(_zigzag(old, new)):
-            packed = self._compressor.compress(plane.data) if _is_worth_packing(plane) else plane.tobytes()
-            parts.append(packed if len(packed) < len(plane) else plane.tobytes())
+        planes = np.zeros((old.itemsize, len(old)), np.uint8)
+        used_bits = 0
+        for block in _blocks(len(old)):
+            difference = _zigzag(old[block], new[block])
+            bits = int(np.bitwise_or.reduce(difference))
+            used_bits |= bits
+            for place, plane in enumerate(planes):
+                if _uses(bits, place):
+                    plane[block] = _bytes_of(difference)[:, place]
+        parts = [self._pack(plane) if _uses(used_bits, place) else b"" for place, plane in enumerate(planes)]
         lengths = np.array([len(part) for part in parts], _COUNT)
         return b"".join((lengths.tobytes(), *parts))
 
     def _decode_dense(self, data: Buffer, old: _Items) -> _Items:
         lengths = np.frombuffer(data, _COUNT, old.itemsize)
-        planes = np.empty((old.itemsize, len(old)), np.uint8)
+        planes: dict[int, _Bytes] = {}
         at = lengths.nbytes
-        for plane, length in zip(planes, map(int, lengths), strict=True):
-            part = memoryview(data)[at : at + length]
-            at += length
-            plane[:] = np.frombuffer(part, np.uint8) if length == len(old) else self._decompress(part, len(old))
-        return _undo_zigzag(old, _from_planes(planes, old.dtype))
+        for place, length in enumerate(map(int, lengths)):
+            if length > 0:
+                planes[place] = self._unpack(memoryview(data)[at : at + length], length, len(old))
+                at += length
+        new = np.empty_like(old)
+        for block in _blocks(len(old)):
+            difference = np.zeros_like(old[block])
+            for place, plane in planes.items():
+                _bytes_of(difference)[:, place] = plane[block]
+            new[block] = _undo_zigzag(old[block], difference)
+        return new
+
+    def _pack(self, plane: _Bytes) -> Buffer:
+        """A plane as it takes fewest bytes: at its full length it is as it was."""
+        if _is_worth_packing(plane) and len(packed := self._compressor.compress(plane.data)) < len(plane):
+            return packed
+        return plane.data
+
+    def _unpack(self, part: Buffer, length: int, num_bytes: int) -> _Bytes:
+        """
+        Raises:
+            ValueError: it holds another number of bytes.
+        """
+        if length != num_bytes:
+            return self._decompress(part, num_bytes)
+        plane = np.frombuffer(part, np.uint8)
+        if len(plane) != num_bytes:
+            raise ValueError(f"{len(plane)} bytes where {num_bytes} were expected")
+        return plane
 
     def _decompress(self, frame: Buffer, num_bytes: int) -> _Bytes:
         """
@@ -155,21 +187,31 @@ def _items(data: Buffer, item_bytes: int) -> _Items:
 
 def _zigzag(old: _Items, new: _Items) -> _Items:
     """new - old, small in either direction."""
-    signed = _SIGNED[old.itemsize]
-    difference = (new - old).view(signed)
-    return ((difference << 1) ^ (difference >> (8 * old.itemsize - 1))).view(old.dtype)
+    difference = new - old
+    sign = difference.view(_SIGNED[old.itemsize]) >> (8 * old.itemsize - 1)
+    difference <<= 1
+    difference ^= sign.view(old.dtype)
+    return difference
 
 
 def _undo_zigzag(old: _Items, difference: _Items) -> _Items:
-    """old + the difference that `_zigzag` gave."""
-    signed = _SIGNED[old.itemsize]
-    sign = -(difference & 1).view(signed)
-    return old + ((difference >> 1) ^ sign.view(old.dtype))
+    """old + the difference that `_zigzag` gave, which is lost."""
+    sign = difference & 1
+    np.negative(sign, out=sign)
+    difference >>= 1
+    difference ^= sign
+    difference += old
+    return difference
+
+
+def _bytes_of(items: _Items) -> _Bytes:
+    """[items, item size], the lowest byte of each first: a view."""
+    return items.view(np.uint8).reshape(-1, items.itemsize)
 
 
 def _planes(items: _Items) -> _Bytes:
     """[item size, items]: the lowest bytes of all items, then the next, and so on."""
-    return np.ascontiguousarray(items.view(np.uint8).reshape(-1, items.itemsize).T)
+    return np.ascontiguousarray(_bytes_of(items).T)
 
 
 def _from_planes(planes: _Bytes, dtype: "np.dtype[np.unsignedinteger]") -> _Items:
@@ -177,11 +219,20 @@ def _from_planes(planes: _Bytes, dtype: "np.dtype[np.unsignedinteger]") -> _Item
     Args:
         planes: [item size, items].
     """
-    items: _Items = planes[0].astype(dtype)
-    for place in range(1, len(planes)):
-        if planes[place].any():
-            items |= planes[place].astype(dtype) << (8 * place)
-    return items
+    return planes.T.copy(order="C").view(dtype).reshape(-1)
+
+
+def _uses(bits: int, place: int) -> bool:
+    """Whether any of these bits is in the byte at a place."""
+    return bits >> (8 * place) & 0xFF != 0
+
+
+_BLOCK_ITEMS = 32 * 1024
+"""So many items at a time stay in a core's own cache from one operation to the next."""
+
+
+def _blocks(num_items: int) -> Iterator[slice]:
+    return (slice(first, first + _BLOCK_ITEMS) for first in range(0, num_items, _BLOCK_ITEMS))
 
 
 _SAMPLE_BYTES = 4096
