@@ -115,7 +115,8 @@ def _line_cells(runs: list[_Outcome]) -> list[Cell]:
 
 def _pace_cells(loopback: list[_Outcome], line: list[_Outcome]) -> list[Cell]:
     rates = {
-        name: mean(run.summary["samples_per_s"] for run in runs) for name, runs in (("loopback", loopback), ("line", line))
+        name: mean(run.summary["samples_per_s"] for run in runs)
+        for name, runs in (("loopback", loopback), ("line", line))
     }
     return [
         Cell("samples/loopback", rates["loopback"], "samples/s"),

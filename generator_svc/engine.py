@@ -84,8 +84,8 @@ class Engine(Protocol):
         """
 
     def forget_fetched(self) -> None:
-        """Drops the versions that lie near in host memory, kept bases included: the next one is fetched anew, and whole.
-        What is loaded stays loaded."""
+        """Drops the versions that lie near in host memory, kept bases included: the next one is fetched anew, and
+        whole. What is loaded stays loaded."""
 
     async def score(self, token_ids: list[int]) -> list[float]:
         """Log-probs of token_ids[1:], each given those before it, at temperature 1 under the loaded version. Takes the

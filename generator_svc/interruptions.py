@@ -1,5 +1,5 @@
-"""What running sequences notice of a pause, such as that of a switch of weights under them: how long each waits from one
-token to the next. No clock: times come as arguments.
+"""What running sequences notice of a pause, such as that of a switch of weights under them: how long each waits from
+one token to the next. No clock: times come as arguments.
 """
 
 from collections.abc import Collection

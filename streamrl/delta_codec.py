@@ -8,19 +8,20 @@ bit (zigzag). Then, whichever suits:
     dense   where many did: the differences of all items
     raw     the new bytes themselves, when neither is smaller
 
-Differences are stored byte plane by byte plane, lowest bytes first; one of nothing but zeros is left out, and what is left
-is zstd's.
+Differences are stored byte plane by byte plane, lowest bytes first (byte_planes.py); the lowest ones, where they are
+noise, stand together as they are.
 
 Pure functions of their arguments; what is decoded has to be compared with a digest by whoever knows it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import zstandard
 
+from streamrl.byte_planes import Form, PlanePacker, form_of
 from streamrl.errors import WeightTransferError
 from streamrl.v1.weights_pb2 import (
     CHUNK_ENCODING_DENSE_DELTA,
@@ -35,10 +36,10 @@ _Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 
 _SPARSE_SHARE = 1 / 2
 """Up to this share of changed items gaps take fewer bytes, and much less time, than the zeros between."""
+_SMALL_BYTES = 1024
+"""Below this a difference takes longer than it saves."""
 _FAR = 255
 """A gap of so many items or more stands apart, as 4 bytes."""
-_ZSTD = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=10)
-"""Differences hardly repeat: a small search leaves the time to the entropy coder, which does the work."""
 _COUNT = np.dtype("<u4")
 _SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 
@@ -47,8 +48,7 @@ class DeltaCodec:
     """Keeps the buffers of its library between calls: for one thread at a time."""
 
     def __init__(self) -> None:
-        self._compressor = zstandard.ZstdCompressor(compression_params=_ZSTD)
-        self._decompressor = zstandard.ZstdDecompressor()
+        self._planes = PlanePacker()
 
     def encode(self, base: Buffer, target: Buffer, item_bytes: int) -> "tuple[ChunkEncoding.ValueType, Buffer]":
         """The difference from `base` to `target`, never longer than `target`.
@@ -57,12 +57,13 @@ class DeltaCodec:
             base, target: of one length.
             item_bytes: size of the dtype's items: 1, 2, 4 or 8. Any other than the true one costs bytes, not exactness.
         """
+        if len(target) < _SMALL_BYTES:
+            return CHUNK_ENCODING_UNSPECIFIED, target
         old, new = _items(base, item_bytes), _items(target, item_bytes)
-        changed = old != new
-        if np.count_nonzero(changed) <= _SPARSE_SHARE * len(new):
-            encoding, data = CHUNK_ENCODING_SPARSE_DELTA, self._encode_sparse(np.flatnonzero(changed), old, new)
-        else:
+        if _many_changed(old, new):
             encoding, data = CHUNK_ENCODING_DENSE_DELTA, self._encode_dense(old, new)
+        else:
+            encoding, data = CHUNK_ENCODING_SPARSE_DELTA, self._encode_sparse(np.flatnonzero(old != new), old, new)
         return (encoding, data) if len(data) < len(target) else (CHUNK_ENCODING_UNSPECIFIED, target)
 
     def decode(
@@ -104,7 +105,7 @@ class DeltaCodec:
             far.view(np.uint8),
             *_planes(_zigzag(old[places], new[places])),
         )
-        return counts.tobytes() + self._compressor.compress(np.concatenate(parts).data)
+        return b"".join((counts.tobytes(), self._planes.pack(np.concatenate(parts), Form.PACKED)))
 
     def _decode_sparse(self, data: Buffer, old: _Items) -> _Items:
         counts = np.frombuffer(data, _COUNT, 2)
@@ -112,7 +113,7 @@ class DeltaCodec:
         if not num_far <= num_places <= len(old):
             raise ValueError(f"{num_places} changes in {len(old)} items")
         num_bytes = num_places * (1 + old.itemsize) + num_far * _COUNT.itemsize
-        parts = self._decompress(memoryview(data)[counts.nbytes :], num_bytes)
+        parts = self._planes.unpack(memoryview(data)[counts.nbytes :], Form.PACKED, num_bytes)
         near, far, planes = np.split(parts, [num_places, num_places + num_far * _COUNT.itemsize])
         gaps = near.astype(np.intp)
         gaps[near == _FAR] = far.view(_COUNT)
@@ -122,67 +123,60 @@ class DeltaCodec:
         return new
 
     def _encode_dense(self, old: _Items, new: _Items) -> bytes:
-        planes = np.zeros((old.itemsize, len(old)), np.uint8)
+        step = max(1, len(old) // _SAMPLE_ITEMS)
+        sample = _bytes_of(_zigzag(old[::step], new[::step]))
+        forms = [form_of(sample[:, place]) for place in range(old.itemsize)]
+        low = _num_low_bytes(forms)
+        low_part = np.empty(len(old), f"<u{low}") if low else None
+        planes = {place: np.zeros(len(old), np.uint8) for place in range(low, old.itemsize)}
         used_bits = 0
         for block in _blocks(len(old)):
             difference = _zigzag(old[block], new[block])
             bits = int(np.bitwise_or.reduce(difference))
             used_bits |= bits
-            for place, plane in enumerate(planes):
+            if low_part is not None:
+                low_part[block] = difference.view(low_part.dtype)[:: old.itemsize // low]
+            for place, plane in planes.items():
                 if _uses(bits, place):
                     plane[block] = _bytes_of(difference)[:, place]
-        parts = [self._pack(plane) if _uses(used_bits, place) else b"" for place, plane in enumerate(planes)]
-        lengths = np.array([len(part) for part in parts], _COUNT)
-        return b"".join((lengths.tobytes(), *parts))
+        packed: list[Buffer] = [b"" if low_part is None else low_part.view(np.uint8).data]
+        said = [low]
+        for place, plane in planes.items():
+            form = forms[place] if _uses(used_bits, place) else Form.ABSENT
+            packed.append(self._planes.pack(plane, form))
+            said += [form, len(packed[-1])]
+        return b"".join((np.array(said, _COUNT).tobytes(), *packed))
 
     def _decode_dense(self, data: Buffer, old: _Items) -> _Items:
-        lengths = np.frombuffer(data, _COUNT, old.itemsize)
+        low = int(np.frombuffer(data, _COUNT, 1)[0])
+        if low not in _LOW_BYTES or low > old.itemsize:
+            raise ValueError(f"{low} lowest bytes of {old.itemsize}")
+        said = np.frombuffer(data, _COUNT, 2 * (old.itemsize - low), _COUNT.itemsize).reshape(-1, 2)
+        at = _COUNT.itemsize + said.nbytes + low * len(old)
+        low_part = np.frombuffer(data, f"<u{low}", len(old), _COUNT.itemsize + said.nbytes) if low else None
         planes: dict[int, _Bytes] = {}
-        at = lengths.nbytes
-        for place, length in enumerate(map(int, lengths)):
-            if length > 0:
-                planes[place] = self._unpack(memoryview(data)[at : at + length], length, len(old))
+        for place, (form, length) in enumerate(said.tolist(), low):
+            if form != Form.ABSENT:
+                planes[place] = self._planes.unpack(memoryview(data)[at : at + length], Form(form), len(old))
                 at += length
         new = np.empty_like(old)
         for block in _blocks(len(old)):
-            difference = np.zeros_like(old[block])
+            difference = np.zeros_like(old[block]) if low_part is None else low_part[block].astype(old.dtype)
             for place, plane in planes.items():
                 _bytes_of(difference)[:, place] = plane[block]
             new[block] = _undo_zigzag(old[block], difference)
         return new
 
-    def _pack(self, plane: _Bytes) -> Buffer:
-        """A plane as it takes fewest bytes: at its full length it is as it was."""
-        if _is_worth_packing(plane) and len(packed := self._compressor.compress(plane.data)) < len(plane):
-            return packed
-        return plane.data
-
-    def _unpack(self, part: Buffer, length: int, num_bytes: int) -> _Bytes:
-        """
-        Raises:
-            ValueError: it holds another number of bytes.
-        """
-        if length != num_bytes:
-            return self._decompress(part, num_bytes)
-        plane = np.frombuffer(part, np.uint8)
-        if len(plane) != num_bytes:
-            raise ValueError(f"{len(plane)} bytes where {num_bytes} were expected")
-        return plane
-
-    def _decompress(self, frame: Buffer, num_bytes: int) -> _Bytes:
-        """
-        Raises:
-            ValueError: it says of itself that it holds another number of bytes; nothing is allocated for those.
-        """
-        said_bytes = zstandard.frame_content_size(frame)
-        if said_bytes != num_bytes:
-            raise ValueError(f"{said_bytes} bytes where {num_bytes} were expected")
-        return np.frombuffer(self._decompressor.decompress(frame), np.uint8)
-
 
 def _items(data: Buffer, item_bytes: int) -> _Items:
     """The data as integers; as single bytes, when a stretch ends inside an item."""
     return np.frombuffer(data, f"<u{item_bytes if len(data) % item_bytes == 0 else 1}")
+
+
+def _many_changed(old: _Items, new: _Items) -> bool:
+    """Whether more items than `_SPARSE_SHARE` changed, as far as a sample tells."""
+    step = max(1, len(old) // _SAMPLE_ITEMS)
+    return bool(np.count_nonzero(old[::step] != new[::step]) > _SPARSE_SHARE * len(old[::step]))
 
 
 def _zigzag(old: _Items, new: _Items) -> _Items:
@@ -235,13 +229,12 @@ def _blocks(num_items: int) -> Iterator[slice]:
     return (slice(first, first + _BLOCK_ITEMS) for first in range(0, num_items, _BLOCK_ITEMS))
 
 
-_SAMPLE_BYTES = 4096
+_SAMPLE_ITEMS = 1024
+_LOW_BYTES = (0, 1, 2, 4)
 
 
-def _is_worth_packing(plane: _Bytes) -> bool:
-    """Whether the values of a plane are uneven enough: packing noise takes long and gains nothing."""
-    sample = plane[:: max(1, len(plane) // _SAMPLE_BYTES)]
-    shares = np.bincount(sample, minlength=256) / len(sample)
-    shares = shares[shares > 0]
-    bits = -float(np.sum(shares * np.log2(shares)))
-    return bits < 7.0
+def _num_low_bytes(forms: Sequence[Form]) -> int:
+    """How many of the lowest bytes of an item stand together, as they are: those that are noise, if they make an
+    integer that is smaller than the item."""
+    num_noisy = next((place for place, form in enumerate(forms) if form != Form.NOISE), len(forms))
+    return max(low for low in _LOW_BYTES if low <= num_noisy and low < len(forms))

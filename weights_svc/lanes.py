@@ -1,4 +1,4 @@
-"""One version over several connections at once: on a long line a single one cannot keep enough bytes under way to fill it.
+"""One version over several connections at once: on a long line a single one cannot keep enough bytes under way.
 
 The version is cut into stripes, which lanes take in turn; what they bring is handed on in the version's order. A lane
 holds one stripe at most, so memory is bounded however large the version is. Each connection has two lanes: while one

@@ -178,7 +178,9 @@ class Transfer:
         requests = requests_for(request, starts)
         writer = _Writer(Assembly(incoming, arrival.stored, base), incoming, arrival, thread)
         try:
-            async with aclosing(fetch_in_lanes(self._upstream.fetch, requests, num_connections, self._pace)) as messages:
+            async with aclosing(
+                fetch_in_lanes(self._upstream.fetch, requests, num_connections, self._pace)
+            ) as messages:
                 async for message in messages:
                     chunk = decode_fetch_response(message)
                     self.bytes_received += len(chunk.data)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ RUN_ID = "two-sites"
 _FAKE = {"generator.engine": "fake", "generator.fake_step_ms": "{ 1 = 8.0, 64 = 16.0 }"}
 _LOG_TAIL = 2000
 _CAME = re.compile(
-    r"^(?P<time>\S+Z) .*version=(?P<version>\d+) \(attempt \d+\) has come from .*: (?P<bytes>\d+) bytes for (?P<full>\d+) "
-    r"in (?P<took>[\d.]+) s",
+    r"^(?P<time>\S+Z) .*version=(?P<version>\d+) \(attempt \d+\) has come from .*: "
+    r"(?P<bytes>\d+) bytes for (?P<full>\d+) in (?P<took>[\d.]+) s",
     re.MULTILINE,
 )
 _WAITED = re.compile(
@@ -193,9 +194,7 @@ class SitesRun:
             command += ["--set", f"{setting}={value}"]
         if far and self._line is not None:
             command = [*self._line.in_far_namespace, *command]
-        self._processes[name] = lifetime.spawn(
-            command, log=self._folder / f"{name}.log", with_signal=signal.SIGTERM
-        )
+        self._processes[name] = lifetime.spawn(command, log=self._folder / f"{name}.log", with_signal=signal.SIGTERM)
 
     def _log(self, name: str) -> str:
         return (self._folder / f"{name}.log").read_text(errors="replace")
@@ -216,7 +215,7 @@ def tokens_per_s(rollouts: Sequence[Rollout], intervals: Sequence[tuple[float, f
 
 def between(intervals: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
     """The gaps of disjoint intervals, which come in order."""
-    for (_, end_s), (start_s, _) in zip(intervals, intervals[1:], strict=False):
+    for (_, end_s), (start_s, _) in pairwise(intervals):
         if start_s > end_s:
             yield end_s, start_s
 

@@ -25,7 +25,9 @@ MADE_BY_HAND = {
     "training-kafka-mirror": {"user.crt", "user.key"},
 }
 """Secrets that deploy/README.md has one make, and their keys."""
-TRUST = {f"trust-{name}": {"ca.pem", "tokens.json", *(f"{name}.{kind}" for kind in ("pem", "key", "token"))} for name in OURS}
+TRUST = {
+    f"trust-{name}": {"ca.pem", "tokens.json", *(f"{name}.{kind}" for kind in ("pem", "key", "token"))} for name in OURS
+}
 """Those of the sites' services, which are made in a loop: what `Identity.load` reads."""
 OPTIONAL = {"model-hub": {"token"}}
 _STRIMZI = "kafka.strimzi.io/v1"

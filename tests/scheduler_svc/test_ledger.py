@@ -45,14 +45,14 @@ class Scene:
         num_instances: int = 1,
         max_staleness: int = 1,
         attempt: int = 1,
-        weights: WeightsSection = WeightsSection(),
+        weights: WeightsSection | None = None,
         **scheduler: Any,
     ) -> None:
         self.settings = SchedulerSettings(
             run=RunSection(id="run", seed=7, attempt=attempt),
             pipeline=PipelineSection(mode="async" if max_staleness else "sync", max_staleness=max_staleness),
             generator=SamplingView(num_instances=num_instances),
-            weights=weights,
+            weights=weights or WeightsSection(),
             scheduler=SchedulerSection(**{"lease_s": LEASE_S, "fleet_wait_s": 60.0, **scheduler}),
         )
         self.ledger = Ledger(self.settings, incarnation=FIRST_INCARNATION, started_at=-LEASE_S)
