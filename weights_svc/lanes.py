@@ -41,15 +41,15 @@ def stripe_starts(tensor_bytes: Sequence[int], first: Position, stripe_bytes: in
     return starts
 
 
-def requests_for(request: FetchRequest, starts: Sequence[Position]) -> list[FetchRequest]:
-    """One for each stripe; the last goes up to the version's end."""
+def requests_for(request: FetchRequest, starts: Sequence[Position], num_tensors: int) -> list[FetchRequest]:
+    """One for each stripe. A single one says no end, which older services do not know."""
     requests = []
-    for number, (tensor_index, offset) in enumerate(starts):
+    for start, end in zip(starts, [*starts[1:], Position(num_tensors, 0)], strict=True):
         part = FetchRequest()
         part.CopyFrom(request)
-        part.first_tensor_index, part.first_offset = tensor_index, offset
-        if number + 1 < len(starts):
-            part.end_tensor_index, part.end_offset = starts[number + 1]
+        part.first_tensor_index, part.first_offset = start
+        if len(starts) > 1:
+            part.end_tensor_index, part.end_offset = end
         requests.append(part)
     return requests
 

@@ -175,7 +175,7 @@ class Transfer:
         tensor_bytes = [tensor.num_bytes for tensor in arrival.manifest.tensors]
         first = Position(incoming.next_tensor_index, incoming.next_offset)
         starts = stripe_starts(tensor_bytes, first, STRIPE_BYTES) if num_connections > 1 else [first]
-        requests = requests_for(request, starts)
+        requests = requests_for(request, starts, len(tensor_bytes))
         writer = _Writer(Assembly(incoming, arrival.stored, base), incoming, arrival, thread)
         try:
             async with aclosing(

@@ -43,7 +43,7 @@ class Source:
         self.connections.add(connection)
         self.open.add(request.first_offset)
         try:
-            end = request.end_offset if request.HasField("end_tensor_index") else 40
+            end = request.end_offset if request.end_tensor_index == 0 else 40
             for offset in range(request.first_offset, end):
                 await asyncio.sleep(random.random() / 5000)
                 if offset == self.breaks_at:
@@ -58,7 +58,7 @@ async def no_pause(_message: bytes) -> None:
     pass
 
 
-REQUESTS = requests_for(FetchRequest(weight_version=3), [Position(0, offset) for offset in range(0, 40, 4)])
+REQUESTS = requests_for(FetchRequest(weight_version=3), [Position(0, offset) for offset in range(0, 40, 4)], 1)
 
 
 async def test_what_lanes_bring_comes_in_order_over_all_connections():
