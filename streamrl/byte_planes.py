@@ -3,9 +3,9 @@
     ABSENT   nothing but zeros: takes nothing
     NOISE    as it is: packing would take long and gain nothing
     PACKED   by zstd
-    HALVES   nearly all are below 15: two to a byte, those that are not behind them, by zstd. For bytes that are mostly
-             zero this is a fifth smaller than zstd alone, and three times as fast: an entropy coder that spends a bit
-             at least on each byte has half as many of them, and looks in vain for repetitions half as long.
+    HALVES   nearly all are below 15: two to a byte, those that are not behind them, by zstd. For small numbers this is
+             a fifth smaller than zstd alone, and up to three times as fast: an entropy coder that spends a bit at least
+             on each byte has half as many of them, and looks in vain for repetitions half as long.
 
 Which suits is told from a sample; each can hold any bytes.
 """
@@ -24,6 +24,8 @@ _ZSTD = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=
 """Differences hardly repeat: a small search leaves the time to the entropy coder, which does the work."""
 _NOISE_BITS = 6.5
 """From so many bits of information a byte on packing takes more time than its gain is worth."""
+_MOSTLY_ZERO = 0.85
+"""From such a share of zeros on zstd is fastest by itself."""
 _ESCAPE = 15
 _MOST_ESCAPES = 1 / 16
 
@@ -40,10 +42,12 @@ class Form(IntEnum):
 def form_of(sample: Bytes) -> Form:
     """What suits a plane of which this is a part; ABSENT is not told from a part."""
     counts = np.bincount(sample, minlength=256)
+    if counts[0] >= _MOSTLY_ZERO * len(sample):
+        return Form.PACKED
     if counts[_ESCAPE:].sum() <= _MOST_ESCAPES * len(sample):
         return Form.HALVES
-    shares = counts[counts > 0] / max(len(sample), 1)
-    bits = -float(np.sum(shares * np.log2(shares)))
+    used = counts[counts > 0]
+    bits = np.log2(len(sample)) - float(used @ np.log2(used)) / len(sample)
     return Form.NOISE if bits >= _NOISE_BITS else Form.PACKED
 
 
