@@ -140,24 +140,11 @@ class SitesRun:
 
     def crossings(self) -> list[Crossing]:
         """Of every version that the relay has taken, in order."""
-        return [
-            Crossing(
-                int(came["version"]),
-                _unix_time(came["time"]) - float(came["took"]),
-                _unix_time(came["time"]),
-                int(came["bytes"]),
-                int(came["full"]),
-            )
-            for came in _CAME.finditer(self._log("relay"))
-        ]
+        return crossings_of(self._log("relay"))
 
     def waits(self) -> list[Wait]:
         """Of the sequences that were running at a switch, in the real engines."""
-        return [
-            Wait(float(waited["wait"]), float(waited["pause"]), float(waited["recompute"]))
-            for name in self._processes
-            for waited in _WAITED.finditer(self._log(name))
-        ]
+        return [wait for name in self._processes for wait in waits_of(self._log(name))]
 
     def rollouts(self) -> list[Rollout]:
         """All that were written."""
@@ -201,6 +188,28 @@ class SitesRun:
 
     def _logs(self) -> str:
         return "\n".join(f"--- {name}\n{self._log(name)[-_LOG_TAIL:]}" for name in self._processes)
+
+
+def crossings_of(relay_log: str) -> list[Crossing]:
+    """What a relay says of the versions that it has taken."""
+    return [
+        Crossing(
+            int(came["version"]),
+            _unix_time(came["time"]) - float(came["took"]),
+            _unix_time(came["time"]),
+            int(came["bytes"]),
+            int(came["full"]),
+        )
+        for came in _CAME.finditer(relay_log)
+    ]
+
+
+def waits_of(generator_log: str) -> list[Wait]:
+    """What an instance says of the pauses under running sequences."""
+    return [
+        Wait(float(waited["wait"]), float(waited["pause"]), float(waited["recompute"]))
+        for waited in _WAITED.finditer(generator_log)
+    ]
 
 
 def tokens_per_s(rollouts: Sequence[Rollout], intervals: Sequence[tuple[float, float]]) -> float:
