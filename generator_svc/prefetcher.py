@@ -59,10 +59,14 @@ class Prefetcher:
             self._base = fetched.buffer.share()
         return fetched
 
-    def close(self) -> None:
-        """Ends what is on its way and gives back what has arrived."""
+    def forget(self) -> None:
+        """Ends what is on its way, and gives back what has arrived and what is kept."""
         self._drop()
         self._forget_base()
+
+    def close(self) -> None:
+        """As `forget`, for good."""
+        self.forget()
         self._threads.shutdown(wait=False)
 
     def _forget_base(self) -> None:

@@ -173,6 +173,9 @@ class VllmEngine:
     def prefetch(self, manifest: VersionManifest) -> None:
         self._prefetcher.begin(manifest)
 
+    def forget_fetched(self) -> None:
+        self._prefetcher.forget()
+
     async def switch(self, manifest: VersionManifest) -> SwitchReport:
         if self._llm.errored:
             raise EngineDiedError(_DIED)
@@ -219,6 +222,7 @@ class VllmEngine:
 
     async def _stop_drawing(self, *, clear_cache: bool) -> None:
         """As `AsyncLLM.pause_generation`, without the 20 ms that it sleeps for the looks of it."""
+        self._steps.note_stop()
         await self._alive(self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache))
 
     async def _draw_again(self) -> None:

@@ -1,12 +1,16 @@
 """What vLLM says about each of its steps, and what we keep of it."""
 
+import logging
 import time
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
+from generator_svc.interruptions import InterruptionMeter
 from generator_svc.step_latencies import StepLatencies
+
+logger = logging.getLogger(__name__)
 
 
 class StepRecorder(PrometheusStatLogger):  # type: ignore[misc]
@@ -16,11 +20,17 @@ class StepRecorder(PrometheusStatLogger):  # type: ignore[misc]
         self.running = 0
         """Sequences inside the engine that have begun, after the last step."""
         self.latencies = StepLatencies()
+        self._interruptions = InterruptionMeter()
         self._resumed_s = time.monotonic()
 
+    def note_stop(self) -> None:
+        """Drawing stops."""
+        self._interruptions.stopped(time.monotonic(), self.running)
+
     def note_resume(self) -> None:
-        """Steps that began before now were interrupted by a pause and say nothing."""
+        """Drawing goes on. Steps that began before now were interrupted by a pause and say nothing of latencies."""
         self._resumed_s = time.monotonic()
+        self._interruptions.resumed(self._resumed_s)
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
         """Called by vLLM after each step."""
@@ -28,8 +38,13 @@ class StepRecorder(PrometheusStatLogger):  # type: ignore[misc]
             self.running = scheduler_stats.num_running_reqs
         # Seconds since their last token, of all sequences that got a token in this step and were not in their first.
         intervals = iteration_stats.inter_token_latencies_iter if iteration_stats is not None else ()
-        if intervals and (step_s := min(intervals)) < time.monotonic() - self._resumed_s:
+        if not intervals:
+            return
+        now_s = time.monotonic()
+        if (step_s := min(intervals)) < now_s - self._resumed_s:
             self.latencies.add(len(intervals), step_s)
+        if (interruption := self._interruptions.step(intervals, now_s)) is not None:
+            logger.info("%s", interruption)
 
     def log_engine_initialized(self) -> None:
         pass

@@ -1,5 +1,8 @@
 """Brings an engine from one weight version to another: negotiate, fetch, load, score the canaries, acknowledge.
 
+A version whose canaries are off is fetched anew, whole, and loaded again: loading may fail without an error, and a
+digest says nothing about what has become of the bytes since.
+
 When to go where is decided in version_gate.py.
 """
 
@@ -7,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 
-from generator_svc.canaries import score_canaries
+from generator_svc.canaries import Agreement, score_canaries
 from generator_svc.engine import Engine, SwitchReport
 from generator_svc.patience import patiently
 from generator_svc.version_gate import Target
@@ -34,6 +37,8 @@ class WeightSwitch:
         self._asked_for = -1
         self._switching = False
         self._background: set[asyncio.Task[None]] = set()
+        self._heals = True
+        """Whether fetching anew may be worth it: not where it has not helped, for the two compute differently then."""
         self.loaded = -1
         """-1 before the first version."""
 
@@ -115,7 +120,15 @@ class WeightSwitch:
 
     async def _loaded(self, manifest: VersionManifest, report: SwitchReport) -> None:
         self.loaded = manifest.weight_version
-        agreement = await score_canaries(self._engine, manifest, self._alarm_nats)
+        agreement = await self._score(manifest)
+        if not agreement.is_off(self._alarm_nats):
+            self._heals = True
+        elif self._heals:
+            logger.warning("version=%d is fetched anew, and whole", manifest.weight_version)
+            self._engine.forget_fetched()
+            report = await self._engine.switch(manifest)
+            agreement = await self._score(manifest)
+            self._heals = not agreement.is_off(self._alarm_nats)
         self._in_background(
             self._acknowledge(
                 AcknowledgeRequest(
@@ -129,6 +142,9 @@ class WeightSwitch:
                 )
             )
         )
+
+    async def _score(self, manifest: VersionManifest) -> Agreement:
+        return await score_canaries(self._engine, manifest, self._alarm_nats)
 
     async def _acknowledge(self, outcome: AcknowledgeRequest) -> None:
         try:

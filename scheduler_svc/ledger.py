@@ -80,6 +80,7 @@ class Ledger:
         """Calls of earlier lives of the run."""
         self.dead_letters = 0
         """Records that could not be handled here."""
+        self._pins_training = settings.weights.one_version_per_batch
         self._orders_by_length = named_policy(settings.scheduler.dispatch).longest_first
         self._tokenizer_digest = ""
 
@@ -398,6 +399,6 @@ class Ledger:
             sampling=group.prompt.sampling,
             draws=draws,
             min_weight_version=weight_version,
-            exact_weight_version=weight_version if batch.key.is_evaluation else None,
+            exact_weight_version=weight_version if batch.key.is_evaluation or self._pins_training else None,
             priority=priority(batch.key, max_staleness, piece.expected_tokens if self._orders_by_length else 0),
         )

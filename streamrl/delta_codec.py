@@ -8,17 +8,20 @@ bit (zigzag). Then, whichever suits:
     dense   where many did: the differences of all items
     raw     the new bytes themselves, when neither is smaller
 
-Differences are stored byte plane by byte plane, lowest bytes first, and what is left is zstd's.
+Differences are stored byte plane by byte plane, lowest bytes first (byte_planes.py); the lowest ones, where they are
+noise, stand together as they are.
 
 Pure functions of their arguments; what is decoded has to be compared with a digest by whoever knows it.
 """
 
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import zstandard
 
+from streamrl.byte_planes import Form, PlanePacker, form_of
 from streamrl.errors import WeightTransferError
 from streamrl.v1.weights_pb2 import (
     CHUNK_ENCODING_DENSE_DELTA,
@@ -33,10 +36,10 @@ _Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 
 _SPARSE_SHARE = 1 / 2
 """Up to this share of changed items gaps take fewer bytes, and much less time, than the zeros between."""
+_SMALL_BYTES = 1024
+"""Below this a difference takes longer than it saves."""
 _FAR = 255
 """A gap of so many items or more stands apart, as 4 bytes."""
-_ZSTD = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=10)
-"""Differences hardly repeat: a small search leaves the time to the entropy coder, which does the work."""
 _COUNT = np.dtype("<u4")
 _SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 
@@ -45,8 +48,7 @@ class DeltaCodec:
     """Keeps the buffers of its library between calls: for one thread at a time."""
 
     def __init__(self) -> None:
-        self._compressor = zstandard.ZstdCompressor(compression_params=_ZSTD)
-        self._decompressor = zstandard.ZstdDecompressor()
+        self._planes = PlanePacker()
 
     def encode(self, base: Buffer, target: Buffer, item_bytes: int) -> "tuple[ChunkEncoding.ValueType, Buffer]":
         """The difference from `base` to `target`, never longer than `target`.
@@ -55,12 +57,13 @@ class DeltaCodec:
             base, target: of one length.
             item_bytes: size of the dtype's items: 1, 2, 4 or 8. Any other than the true one costs bytes, not exactness.
         """
+        if len(target) < _SMALL_BYTES:
+            return CHUNK_ENCODING_UNSPECIFIED, target
         old, new = _items(base, item_bytes), _items(target, item_bytes)
-        changed = old != new
-        if np.count_nonzero(changed) <= _SPARSE_SHARE * len(new):
-            encoding, data = CHUNK_ENCODING_SPARSE_DELTA, self._encode_sparse(np.flatnonzero(changed), old, new)
-        else:
+        if _many_changed(old, new):
             encoding, data = CHUNK_ENCODING_DENSE_DELTA, self._encode_dense(old, new)
+        else:
+            encoding, data = CHUNK_ENCODING_SPARSE_DELTA, self._encode_sparse(np.flatnonzero(old != new), old, new)
         return (encoding, data) if len(data) < len(target) else (CHUNK_ENCODING_UNSPECIFIED, target)
 
     def decode(
@@ -102,7 +105,7 @@ class DeltaCodec:
             far.view(np.uint8),
             *_planes(_zigzag(old[places], new[places])),
         )
-        return counts.tobytes() + self._compressor.compress(np.concatenate(parts).data)
+        return b"".join((counts.tobytes(), self._planes.pack(np.concatenate(parts), Form.PACKED)))
 
     def _decode_sparse(self, data: Buffer, old: _Items) -> _Items:
         counts = np.frombuffer(data, _COUNT, 2)
@@ -110,7 +113,7 @@ class DeltaCodec:
         if not num_far <= num_places <= len(old):
             raise ValueError(f"{num_places} changes in {len(old)} items")
         num_bytes = num_places * (1 + old.itemsize) + num_far * _COUNT.itemsize
-        parts = self._decompress(memoryview(data)[counts.nbytes :], num_bytes)
+        parts = self._planes.unpack(memoryview(data)[counts.nbytes :], Form.PACKED, num_bytes)
         near, far, planes = np.split(parts, [num_places, num_places + num_far * _COUNT.itemsize])
         gaps = near.astype(np.intp)
         gaps[near == _FAR] = far.view(_COUNT)
@@ -120,32 +123,49 @@ class DeltaCodec:
         return new
 
     def _encode_dense(self, old: _Items, new: _Items) -> bytes:
-        parts = []
-        for plane in _planes(_zigzag(old, new)):
-            packed = self._compressor.compress(plane.data) if _is_worth_packing(plane) else plane.tobytes()
-            parts.append(packed if len(packed) < len(plane) else plane.tobytes())
-        lengths = np.array([len(part) for part in parts], _COUNT)
-        return b"".join((lengths.tobytes(), *parts))
+        step = max(1, len(old) // _SAMPLE_ITEMS)
+        sample = _bytes_of(_zigzag(old[::step], new[::step]))
+        forms = [form_of(sample[:, place]) for place in range(old.itemsize)]
+        low = _num_low_bytes(forms)
+        low_part = np.empty(len(old), f"<u{low}") if low else None
+        planes = {place: np.zeros(len(old), np.uint8) for place in range(low, old.itemsize)}
+        used_bits = 0
+        for block in _blocks(len(old)):
+            difference = _zigzag(old[block], new[block])
+            bits = int(np.bitwise_or.reduce(difference))
+            used_bits |= bits
+            if low_part is not None:
+                low_part[block] = difference.view(low_part.dtype)[:: old.itemsize // low]
+            for place, plane in planes.items():
+                if _uses(bits, place):
+                    plane[block] = _bytes_of(difference)[:, place]
+        packed: list[Buffer] = [b"" if low_part is None else low_part.view(np.uint8).data]
+        said = [low]
+        for place, plane in planes.items():
+            form = forms[place] if _uses(used_bits, place) else Form.ABSENT
+            packed.append(self._planes.pack(plane, form))
+            said += [form, len(packed[-1])]
+        return b"".join((np.array(said, _COUNT).tobytes(), *packed))
 
     def _decode_dense(self, data: Buffer, old: _Items) -> _Items:
-        lengths = np.frombuffer(data, _COUNT, old.itemsize)
-        planes = np.empty((old.itemsize, len(old)), np.uint8)
-        at = lengths.nbytes
-        for plane, length in zip(planes, map(int, lengths), strict=True):
-            part = memoryview(data)[at : at + length]
-            at += length
-            plane[:] = np.frombuffer(part, np.uint8) if length == len(old) else self._decompress(part, len(old))
-        return _undo_zigzag(old, _from_planes(planes, old.dtype))
-
-    def _decompress(self, frame: Buffer, num_bytes: int) -> _Bytes:
-        """
-        Raises:
-            ValueError: it says of itself that it holds another number of bytes; nothing is allocated for those.
-        """
-        said_bytes = zstandard.frame_content_size(frame)
-        if said_bytes != num_bytes:
-            raise ValueError(f"{said_bytes} bytes where {num_bytes} were expected")
-        return np.frombuffer(self._decompressor.decompress(frame), np.uint8)
+        low = int(np.frombuffer(data, _COUNT, 1)[0])
+        if low not in _LOW_BYTES or low > old.itemsize:
+            raise ValueError(f"{low} lowest bytes of {old.itemsize}")
+        said = np.frombuffer(data, _COUNT, 2 * (old.itemsize - low), _COUNT.itemsize).reshape(-1, 2)
+        at = _COUNT.itemsize + said.nbytes + low * len(old)
+        low_part = np.frombuffer(data, f"<u{low}", len(old), _COUNT.itemsize + said.nbytes) if low else None
+        planes: dict[int, _Bytes] = {}
+        for place, (form, length) in enumerate(said.tolist(), low):
+            if form != Form.ABSENT:
+                planes[place] = self._planes.unpack(memoryview(data)[at : at + length], Form(form), len(old))
+                at += length
+        new = np.empty_like(old)
+        for block in _blocks(len(old)):
+            difference = np.zeros_like(old[block]) if low_part is None else low_part[block].astype(old.dtype)
+            for place, plane in planes.items():
+                _bytes_of(difference)[:, place] = plane[block]
+            new[block] = _undo_zigzag(old[block], difference)
+        return new
 
 
 def _items(data: Buffer, item_bytes: int) -> _Items:
@@ -153,23 +173,39 @@ def _items(data: Buffer, item_bytes: int) -> _Items:
     return np.frombuffer(data, f"<u{item_bytes if len(data) % item_bytes == 0 else 1}")
 
 
+def _many_changed(old: _Items, new: _Items) -> bool:
+    """Whether more items than `_SPARSE_SHARE` changed, as far as a sample tells."""
+    step = max(1, len(old) // _SAMPLE_ITEMS)
+    return bool(np.count_nonzero(old[::step] != new[::step]) > _SPARSE_SHARE * len(old[::step]))
+
+
 def _zigzag(old: _Items, new: _Items) -> _Items:
     """new - old, small in either direction."""
-    signed = _SIGNED[old.itemsize]
-    difference = (new - old).view(signed)
-    return ((difference << 1) ^ (difference >> (8 * old.itemsize - 1))).view(old.dtype)
+    difference = new - old
+    sign = difference.view(_SIGNED[old.itemsize]) >> (8 * old.itemsize - 1)
+    difference <<= 1
+    difference ^= sign.view(old.dtype)
+    return difference
 
 
 def _undo_zigzag(old: _Items, difference: _Items) -> _Items:
-    """old + the difference that `_zigzag` gave."""
-    signed = _SIGNED[old.itemsize]
-    sign = -(difference & 1).view(signed)
-    return old + ((difference >> 1) ^ sign.view(old.dtype))
+    """old + the difference that `_zigzag` gave, which is lost."""
+    sign = difference & 1
+    np.negative(sign, out=sign)
+    difference >>= 1
+    difference ^= sign
+    difference += old
+    return difference
+
+
+def _bytes_of(items: _Items) -> _Bytes:
+    """[items, item size], the lowest byte of each first: a view."""
+    return items.view(np.uint8).reshape(-1, items.itemsize)
 
 
 def _planes(items: _Items) -> _Bytes:
     """[item size, items]: the lowest bytes of all items, then the next, and so on."""
-    return np.ascontiguousarray(items.view(np.uint8).reshape(-1, items.itemsize).T)
+    return np.ascontiguousarray(_bytes_of(items).T)
 
 
 def _from_planes(planes: _Bytes, dtype: "np.dtype[np.unsignedinteger]") -> _Items:
@@ -177,20 +213,28 @@ def _from_planes(planes: _Bytes, dtype: "np.dtype[np.unsignedinteger]") -> _Item
     Args:
         planes: [item size, items].
     """
-    items: _Items = planes[0].astype(dtype)
-    for place in range(1, len(planes)):
-        if planes[place].any():
-            items |= planes[place].astype(dtype) << (8 * place)
-    return items
+    return planes.T.copy(order="C").view(dtype).reshape(-1)
 
 
-_SAMPLE_BYTES = 4096
+def _uses(bits: int, place: int) -> bool:
+    """Whether any of these bits is in the byte at a place."""
+    return bits >> (8 * place) & 0xFF != 0
 
 
-def _is_worth_packing(plane: _Bytes) -> bool:
-    """Whether the values of a plane are uneven enough: packing noise takes long and gains nothing."""
-    sample = plane[:: max(1, len(plane) // _SAMPLE_BYTES)]
-    shares = np.bincount(sample, minlength=256) / len(sample)
-    shares = shares[shares > 0]
-    bits = -float(np.sum(shares * np.log2(shares)))
-    return bits < 7.0
+_BLOCK_ITEMS = 32 * 1024
+"""So many items at a time stay in a core's own cache from one operation to the next."""
+
+
+def _blocks(num_items: int) -> Iterator[slice]:
+    return (slice(first, first + _BLOCK_ITEMS) for first in range(0, num_items, _BLOCK_ITEMS))
+
+
+_SAMPLE_ITEMS = 1024
+_LOW_BYTES = (0, 1, 2, 4)
+
+
+def _num_low_bytes(forms: Sequence[Form]) -> int:
+    """How many of the lowest bytes of an item stand together, as they are: those that are noise, if they make an
+    integer that is smaller than the item."""
+    num_noisy = next((place for place, form in enumerate(forms) if form != Form.NOISE), len(forms))
+    return max(low for low in _LOW_BYTES if low <= num_noisy and low < len(forms))

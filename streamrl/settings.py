@@ -223,6 +223,10 @@ class WeightsSection(Section):
     kv_on_swap: Literal["recompute", "keep"] = "recompute"
     """in_flight only. recompute: running sequences get their cache anew under the new weights. keep: they go on with
     the old cache."""
+    one_version_per_batch: bool = False
+    """Whether all answers of a batch come from one version, on every instance. In two phases: each instance fetches a
+    version beside its work as soon as that is announced, and loads it before the first answer of the batch that asks
+    for exactly this one. Otherwise instances go to newer versions one by one. Not with `swap = "in_flight"`."""
     keep_versions: Annotated[int, Field(ge=2, le=_MAX_INT)] = 3
     """How many of the newest versions weights_svc keeps on disk; older ones go when no receiver uses them."""
     chunk_bytes: Annotated[int, Field(ge=4096, le=32 * 1024**2)] = 2 * 1024**2
@@ -235,6 +239,9 @@ class WeightsSection(Section):
     one goes in full. 0: none has to."""
     max_bytes_per_s: Annotated[float, Field(ge=0)] = 0.0
     """Most bytes a second that a relay takes from its upstream. 0: as fast as they come."""
+    num_connections: Annotated[int, Field(ge=1, le=64)] = 4
+    """Over how many connections at once a relay takes a version of more than 8 MiB: on a long line one alone does not
+    fill it. Each holds up to 16 MiB that is not its turn yet."""
     upstream: Address | None = None
     """Makes weights_svc a relay: where it takes its versions from. Left out: versions are published to it. Set by
     `serve weights --site`."""

@@ -53,6 +53,8 @@ logger = logging.getLogger(__name__)
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 SERVICE_NAME = "streamrl.v1.WeightsService"
+SERVES_RANGES = True
+"""A service of an earlier version does not: it sends up to the end of a version whatever the request says."""
 _BATCH_BYTES = 1024 * 1024
 """Chunks go to a thread together until they are this large: a model may have thousands of tiny tensors."""
 _NEXT_ARRIVAL_S = 5.0
@@ -170,6 +172,7 @@ class WeightsServicer(WeightsServiceServicer):
             source_address=plan.source_address,
             files=files,
             base_weight_version=plan.base_weight_version,
+            serves_ranges=SERVES_RANGES,
         )
 
     async def _plan(self, request: NegotiateRequest) -> TransferPlan:
@@ -196,16 +199,17 @@ class WeightsServicer(WeightsServiceServicer):
         self._check_run(request.run_id)
         stored, arrival = await self._fetched_version(request)
         base = self._base(request)
-        first = Position(request.first_tensor_index, request.first_offset)
-        if not lies_inside(stored.manifest, first):
-            raise ValueError(
-                f"a fetch from tensor {first.tensor_index}, byte {first.offset}: expected a position inside "
-                f"{len(stored.manifest.tensors)} tensors"
-            )
+        first, end = _range(request)
+        for position in (first, end):
+            if position is not None and not lies_inside(stored.manifest, position):
+                raise ValueError(
+                    f"a fetch from or to tensor {position.tensor_index}, byte {position.offset}: expected a position "
+                    f"inside {len(stored.manifest.tensors)} tensors"
+                )
         version, receiver = stored.weight_version, request.receiver
         comes_again = self._receivers.fetch_began(receiver, version)
         to_the_end = False
-        outgoing = Outgoing(stored, base=base, arrival=arrival, chunk_bytes=self._chunk_bytes)
+        outgoing = Outgoing(stored, base=base, arrival=arrival, end=end, chunk_bytes=self._chunk_bytes)
         try:
             if (comes_again or request.verify_first) and arrival is None:
                 logger.info("%s was sent version=%d before: verifying it", receiver, version)
@@ -213,8 +217,10 @@ class WeightsServicer(WeightsServiceServicer):
             async for response in outgoing.responses(first):
                 yield response.message
                 self._ledger.count_traffic(bytes_full=response.bytes_full, bytes_sent=response.bytes_sent)
-            self._ledger.count_traffic(bytes_full=outgoing.bytes_left_out, bytes_sent=0)
-            to_the_end = True
+            # A stream that breaks says nothing of what it left out: one up to the end speaks for all before it.
+            whole = Position(0, 0) if end is None else first
+            self._ledger.count_traffic(bytes_full=outgoing.bytes_left_out(whole), bytes_sent=0)
+            to_the_end = end is None
         except WeightTransferError as error:
             await self._retention.drop(stored, error)
             if base is not None:
@@ -330,6 +336,14 @@ class WeightsServicer(WeightsServiceServicer):
     def _check_run(self, run_id: str) -> None:
         if run_id != self._run_id:
             raise RefusedError(f"these are the weights of run {self._run_id}, not of {run_id!r}")
+
+
+def _range(request: FetchRequest) -> tuple[Position, Position | None]:
+    """From where to where; None: to the end."""
+    first = Position(request.first_tensor_index, request.first_offset)
+    if not request.HasField("end_tensor_index"):
+        return first, None
+    return first, Position(request.end_tensor_index, request.end_offset)
 
 
 def _header(message: bytes) -> PublishHeader:

@@ -101,6 +101,7 @@ def _upstream(settings: WeightsServiceSettings, instance: str, address: str) -> 
         site=settings.run.site,
         serving_address=settings.weights.found_at or settings.rpc.weights_address,
         deadline_s=settings.rpc.deadline_s,
+        num_connections=settings.weights.num_connections,
     )
 
 

@@ -22,7 +22,7 @@ _BATCH_BYTES = 1024 * 1024
 
 
 class Position(NamedTuple):
-    """Where a fetch begins."""
+    """Where a fetch begins, or before which byte it ends."""
 
     tensor_index: int
     offset: int
@@ -47,26 +47,31 @@ class Outgoing:
         *,
         base: StoredVersion | None = None,
         arrival: Arrival | None = None,
+        end: Position | None = None,
         chunk_bytes: int,
     ) -> None:
         """
         Args:
             base: send differences to this version.
             arrival: the version is still arriving.
+            end: send what lies before; None: up to the end of the version.
         """
         self._stored = stored
         self._base = base
         self._arrival = arrival
+        self._end = end
         self._chunk_bytes = chunk_bytes
         self._pairs = None if base is None else pair_tensors(base.manifest, stored.manifest)
 
-    @property
-    def bytes_left_out(self) -> int:
-        """Of tensors that the receiver has already."""
+    def bytes_left_out(self, first: Position) -> int:
+        """Of tensors that the receiver has already, and that begin between `first` and the end."""
         if self._pairs is None:
             return 0
-        tensors = self._stored.manifest.tensors
-        return sum(tensor.num_bytes for tensor, pair in zip(tensors, self._pairs, strict=True) if pair.same)
+        return sum(
+            tensor.num_bytes
+            for index, (tensor, pair) in enumerate(zip(self._stored.manifest.tensors, self._pairs, strict=True))
+            if pair.same and (index, 0) >= first and self._lies_before_end(index, 0)
+        )
 
     async def responses(self, first: Position) -> AsyncIterator[Response]:
         """What to send, from a position on: the next batch is read while one is sent.
@@ -106,10 +111,18 @@ class Outgoing:
 
     def _stretches(self, first: Position) -> Iterator[Stretch]:
         tensor_bytes = [tensor.num_bytes for tensor in self._stored.manifest.tensors]
-        stretches = cut(tensor_bytes, self._chunk_bytes, *first)
-        if (pairs := self._pairs) is None:
-            return stretches
-        return (stretch for stretch in stretches if not pairs[stretch.tensor_index].same)
+        for stretch in cut(tensor_bytes, self._chunk_bytes, *first):
+            index, offset, num_bytes = stretch
+            if not self._lies_before_end(index, offset):
+                return
+            if self._pairs is not None and self._pairs[index].same:
+                continue
+            if self._end is not None and index == self._end.tensor_index:
+                num_bytes = min(num_bytes, self._end.offset - offset)
+            yield Stretch(index, offset, num_bytes)
+
+    def _lies_before_end(self, tensor_index: int, offset: int) -> bool:
+        return self._end is None or (tensor_index, offset) < self._end
 
 
 class _Coming:

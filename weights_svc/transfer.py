@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from functools import partial
 
 from streamrl.digest import version_digest
@@ -27,6 +28,8 @@ from streamrl.v1.weights_pb2 import (
 from weights_svc.arrivals import Arrival, Arrivals
 from weights_svc.assembly import Assembly
 from weights_svc.incoming import IncomingVersion
+from weights_svc.lanes import STRIPE_BYTES, fetch_in_lanes, requests_for, stripe_starts
+from weights_svc.outgoing import Position
 from weights_svc.pacing import Pacer
 from weights_svc.store import StoredVersion, VersionStore
 from weights_svc.upstream import Upstream
@@ -132,10 +135,10 @@ class Transfer:
         self, plan: NegotiateResponse, incoming: IncomingVersion, arrival: Arrival, thread: ThreadPoolExecutor
     ) -> None:
         """Takes streams until everything has come."""
-        base = self._base_of(plan)
+        base, num_connections = self._base_of(plan), self._num_connections(plan)
         while True:
             try:
-                await self._stream(base, incoming, arrival, thread)
+                await self._stream(base, incoming, arrival, thread, num_connections)
                 if incoming.complete:
                     return
                 raise UnavailableError(f"{self._upstream.name} ended the stream at tensor {incoming.next_tensor_index}")
@@ -153,34 +156,50 @@ class Transfer:
                 base = self._base_of(await self._next_plan(plan.manifest, whole=True))
 
     async def _stream(
-        self, base: StoredVersion | None, incoming: IncomingVersion, arrival: Arrival, thread: ThreadPoolExecutor
+        self,
+        base: StoredVersion | None,
+        incoming: IncomingVersion,
+        arrival: Arrival,
+        thread: ThreadPoolExecutor,
+        num_connections: int,
     ) -> None:
-        """One stream, from where the incoming version stands: one batch is put together while the next is received."""
+        """Everything from where the incoming version stands: one batch is put together while the next is received."""
         request = FetchRequest(
             weight_version=self.weight_version,
             digest=arrival.manifest.digest,
             format=TRANSFER_FORMAT_FULL if base is None else TRANSFER_FORMAT_DELTA,
-            first_tensor_index=incoming.next_tensor_index,
-            first_offset=incoming.next_offset,
             verify_first=self._damages > 0,
         )
         if base is not None:
             request.base_weight_version, request.base_digest = base.weight_version, base.manifest.digest
+        tensor_bytes = [tensor.num_bytes for tensor in arrival.manifest.tensors]
+        first = Position(incoming.next_tensor_index, incoming.next_offset)
+        starts = stripe_starts(tensor_bytes, first, STRIPE_BYTES) if num_connections > 1 else [first]
+        requests = requests_for(request, starts, len(tensor_bytes))
         writer = _Writer(Assembly(incoming, arrival.stored, base), incoming, arrival, thread)
         try:
-            async for message in self._upstream.fetch(request):
-                chunk = decode_fetch_response(message)
-                self.bytes_received += len(chunk.data)
-                self._pause_s = _FIRST_PAUSE_S
-                if await writer.add(chunk):
-                    self._damages = 0
-                if (pause_s := self._pacer.pause_s(len(message), time.monotonic())) > 0:
-                    await asyncio.sleep(pause_s)
+            async with aclosing(
+                fetch_in_lanes(self._upstream.fetch, requests, num_connections, self._pace)
+            ) as messages:
+                async for message in messages:
+                    chunk = decode_fetch_response(message)
+                    self.bytes_received += len(chunk.data)
+                    self._pause_s = _FIRST_PAUSE_S
+                    if await writer.add(chunk):
+                        self._damages = 0
             await writer.finish()
         except ValueError as error:
             raise WeightTransferError(f"{self._upstream.name} sent what does not come next: {error}") from error
         finally:
             await writer.close()
+
+    async def _pace(self, message: bytes) -> None:
+        if (pause_s := self._pacer.pause_s(len(message), time.monotonic())) > 0:
+            await asyncio.sleep(pause_s)
+
+    def _num_connections(self, plan: NegotiateResponse) -> int:
+        """One only, where the upstream cannot send a part of a version."""
+        return self._upstream.num_connections if plan.serves_ranges else 1
 
     async def _first_plan(self) -> NegotiateResponse:
         while True:

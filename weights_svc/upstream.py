@@ -1,6 +1,6 @@
 """A relay's connection to the weights_svc that it takes its versions from."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import TYPE_CHECKING, cast
 
 from streamrl.rpc.channel import open_aio_channel
@@ -30,11 +30,22 @@ class Upstream:
     """Every call raises UnavailableError when the upstream does not answer, and RefusedError when it says no. Belongs
     to one event loop."""
 
-    def __init__(self, address: str, *, run_id: str, receiver: str, site: str, serving_address: str, deadline_s: float):
+    def __init__(
+        self,
+        address: str,
+        *,
+        run_id: str,
+        receiver: str,
+        site: str,
+        serving_address: str,
+        deadline_s: float,
+        num_connections: int,
+    ) -> None:
         """
         Args:
             receiver: this relay's name.
             serving_address: host:port where it hands versions out; empty: where nobody else finds it.
+            num_connections: of bulk data.
         """
         self.name = f"weights_svc at {address}"
         self._run_id = run_id
@@ -44,6 +55,12 @@ class Upstream:
         self._deadline_s = deadline_s
         self._channel = open_aio_channel(address)
         self._stub = cast("WeightsServiceAsyncStub", WeightsServiceStub(self._channel))
+        self._bulk_channels = [open_aio_channel(address, own_connection=True) for _ in range(num_connections)]
+
+    @property
+    def num_connections(self) -> int:
+        """Of bulk data."""
+        return len(self._bulk_channels)
 
     async def watch(self) -> AsyncIterator[WatchResponse]:
         """The newest version, then each later one, as long as the upstream is there."""
@@ -62,15 +79,16 @@ class Upstream:
         with peer_errors(self.name):
             return await self._stub.Negotiate(request, timeout=self._deadline_s)
 
-    async def fetch(self, request: FetchRequest) -> AsyncIterator[bytes]:
+    async def fetch(self, request: FetchRequest, connection: int) -> AsyncGenerator[bytes, None]:
         """The responses, serialised.
 
         Args:
             request: without run and receiver.
+            connection: over which of the connections.
         """
         request.run_id, request.receiver = self._run_id, self._receiver
         with peer_errors(self.name):
-            call = self._channel.unary_stream(_FETCH_METHOD, FetchRequest.SerializeToString, None)(
+            call = self._bulk_channels[connection].unary_stream(_FETCH_METHOD, FetchRequest.SerializeToString, None)(
                 request, timeout=_STREAM_DEADLINE_S
             )
             try:
@@ -92,4 +110,5 @@ class Upstream:
         return {manifest.weight_version: manifest for manifest in listed.versions}
 
     async def close(self) -> None:
-        await self._channel.close(None)
+        for channel in (self._channel, *self._bulk_channels):
+            await channel.close(None)

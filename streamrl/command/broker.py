@@ -76,7 +76,7 @@ class EmbeddedBroker:
         """
         if settings.embedded == "apache":
             return cls(_apache_launch(KafkaDownload.find(settings.home), data, properties), log)
-        return cls(_tansu_launch(), log)
+        return cls(tansu_launch(), log)
 
     def start_again(self) -> None:
         """Starts another process at the same address, after the end of the first. `wait_ready` as for that."""
@@ -156,8 +156,9 @@ def broker_binary() -> str:
         ) from error
 
 
-def _tansu_launch() -> BrokerLaunch:
-    address = f"127.0.0.1:{free_port()}"
+def tansu_launch(host: str = "127.0.0.1") -> BrokerLaunch:
+    """How Tansu is started on a free port of an address of this machine."""
+    address = f"{host}:{free_port(host)}"
     options = {
         "--listener-url": f"tcp://{address}",
         "--advertised-listener-url": f"tcp://{address}",

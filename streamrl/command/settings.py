@@ -79,6 +79,17 @@ class Settings(BaseSettings):
                 f"kafka.replication_factor is {self.kafka.replication_factor}, but the embedded broker is a single "
                 "one: leave it at 1, or set kafka.bootstrap_servers"
             )
+        if self.weights.one_version_per_batch and self.weights.swap == "in_flight":
+            problems.append(
+                'weights.one_version_per_batch is set and weights.swap is "in_flight", which changes the version in '
+                'the middle of a batch: set weights.swap = "boundary", or leave weights.one_version_per_batch out'
+            )
+        if self.weights.one_version_per_batch and self.weights.keep_versions <= self.pipeline.max_staleness:
+            problems.append(
+                f"weights.keep_versions is {self.weights.keep_versions}: with weights.one_version_per_batch a batch "
+                f"asks for a version that is up to pipeline.max_staleness ({self.pipeline.max_staleness}) behind the "
+                f"newest. Set weights.keep_versions to {self.pipeline.max_staleness + 1} at least"
+            )
         training_sites = [name for name, site in self.sites.items() if site.role == "training"]
         if len(training_sites) > 1:
             problems.append(

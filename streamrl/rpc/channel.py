@@ -30,11 +30,16 @@ def open_channel(address: str) -> grpc.Channel:
     return grpc.secure_channel(address, _credentials(identity), options=[*_OPTIONS, *_SECURE_OPTIONS])
 
 
-def open_aio_channel(address: str) -> grpc.aio.Channel:
-    """A channel for asyncio, likewise. Close it."""
+def open_aio_channel(address: str, *, own_connection: bool = False) -> grpc.aio.Channel:
+    """A channel for asyncio, likewise. Close it.
+
+    Args:
+        own_connection: share no connection with other channels to the address.
+    """
+    options = [*_OPTIONS, ("grpc.use_local_subchannel_pool", int(own_connection))]
     if (identity := own_identity()) is None:
-        return grpc.aio.insecure_channel(address, options=_OPTIONS)
-    return grpc.aio.secure_channel(address, _credentials(identity), options=[*_OPTIONS, *_SECURE_OPTIONS])
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, _credentials(identity), options=[*options, *_SECURE_OPTIONS])
 
 
 def _credentials(identity: Identity) -> grpc.ChannelCredentials:

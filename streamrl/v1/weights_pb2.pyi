@@ -386,6 +386,7 @@ class NegotiateResponse(google.protobuf.message.Message):
     SOURCE_ADDRESS_FIELD_NUMBER: builtins.int
     FILES_FIELD_NUMBER: builtins.int
     BASE_WEIGHT_VERSION_FIELD_NUMBER: builtins.int
+    SERVES_RANGES_FIELD_NUMBER: builtins.int
     format: global___TransferFormat.ValueType
     transfer_bytes: builtins.int
     """Bytes of data that Fetch will send, in form DELTA at most; 0 when the receiver already holds this version."""
@@ -393,6 +394,8 @@ class NegotiateResponse(google.protobuf.message.Message):
     """host:port to fetch from; empty: from this service."""
     base_weight_version: builtins.int
     """Form DELTA: the version that the differences are to, one that the receiver said it holds."""
+    serves_ranges: builtins.bool
+    """Fetch ends where the request says. One that does not say so sends up to the end of the version."""
     @property
     def manifest(self) -> global___VersionManifest: ...
     @property
@@ -406,9 +409,10 @@ class NegotiateResponse(google.protobuf.message.Message):
         source_address: builtins.str = ...,
         files: collections.abc.Iterable[global___ModelFile] | None = ...,
         base_weight_version: builtins.int = ...,
+        serves_ranges: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["manifest", b"manifest"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["base_weight_version", b"base_weight_version", "files", b"files", "format", b"format", "manifest", b"manifest", "source_address", b"source_address", "transfer_bytes", b"transfer_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base_weight_version", b"base_weight_version", "files", b"files", "format", b"format", "manifest", b"manifest", "serves_ranges", b"serves_ranges", "source_address", b"source_address", "transfer_bytes", b"transfer_bytes"]) -> None: ...
 
 global___NegotiateResponse = NegotiateResponse
 
@@ -428,6 +432,8 @@ class FetchRequest(google.protobuf.message.Message):
     BASE_WEIGHT_VERSION_FIELD_NUMBER: builtins.int
     BASE_DIGEST_FIELD_NUMBER: builtins.int
     VERIFY_FIRST_FIELD_NUMBER: builtins.int
+    END_TENSOR_INDEX_FIELD_NUMBER: builtins.int
+    END_OFFSET_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     receiver: builtins.str
     weight_version: builtins.int
@@ -444,6 +450,11 @@ class FetchRequest(google.protobuf.message.Message):
     """Data of this version has come to the receiver with another digest than it should have: the service looks whether
     what it holds is undamaged before it sends any.
     """
+    end_tensor_index: builtins.int
+    """Where to end: before this byte of this tensor. Absent: at the end of the version. A receiver may take several
+    stretches of a version at once, each by a fetch of its own.
+    """
+    end_offset: builtins.int
     def __init__(
         self,
         *,
@@ -457,8 +468,12 @@ class FetchRequest(google.protobuf.message.Message):
         base_weight_version: builtins.int = ...,
         base_digest: builtins.str = ...,
         verify_first: builtins.bool = ...,
+        end_tensor_index: builtins.int | None = ...,
+        end_offset: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["base_digest", b"base_digest", "base_weight_version", b"base_weight_version", "digest", b"digest", "first_offset", b"first_offset", "first_tensor_index", b"first_tensor_index", "format", b"format", "receiver", b"receiver", "run_id", b"run_id", "verify_first", b"verify_first", "weight_version", b"weight_version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_end_tensor_index", b"_end_tensor_index", "end_tensor_index", b"end_tensor_index"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_end_tensor_index", b"_end_tensor_index", "base_digest", b"base_digest", "base_weight_version", b"base_weight_version", "digest", b"digest", "end_offset", b"end_offset", "end_tensor_index", b"end_tensor_index", "first_offset", b"first_offset", "first_tensor_index", b"first_tensor_index", "format", b"format", "receiver", b"receiver", "run_id", b"run_id", "verify_first", b"verify_first", "weight_version", b"weight_version"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_end_tensor_index", b"_end_tensor_index"]) -> typing.Literal["end_tensor_index"] | None: ...
 
 global___FetchRequest = FetchRequest
 

@@ -62,6 +62,14 @@ def test_all_problems_stand_in_one_message(config: Path, monkeypatch: pytest.Mon
         (["pipeline.mode=sync", "pipeline.max_staleness=1"], "pipeline.max_staleness is 1 in mode sync"),
         (["generator.num_instances=3", "scheduler.max_instances=2"], "more than scheduler.max_instances"),
         (["kafka.replication_factor=3"], "the embedded broker is a single one"),
+        (
+            ["weights.one_version_per_batch=true", "weights.swap=in_flight"],
+            "which changes the version in the middle of a batch",
+        ),
+        (
+            ["weights.one_version_per_batch=true", "pipeline.max_staleness=4"],
+            "Set weights.keep_versions to 5 at least",
+        ),
         (["run.id=a b"], "run.id: expected letters"),
         (["trainer=5"], "expected SECTION.KEY=VALUE"),
         (["generator.top_k=5"], "generator.top_k is 5"),

@@ -25,6 +25,10 @@ MADE_BY_HAND = {
     "training-kafka-mirror": {"user.crt", "user.key"},
 }
 """Secrets that deploy/README.md has one make, and their keys."""
+TRUST = {
+    f"trust-{name}": {"ca.pem", "tokens.json", *(f"{name}.{kind}" for kind in ("pem", "key", "token"))} for name in OURS
+}
+"""Those of the sites' services, which are made in a loop: what `Identity.load` reads."""
 OPTIONAL = {"model-hub": {"token"}}
 _STRIMZI = "kafka.strimzi.io/v1"
 
@@ -195,7 +199,7 @@ def test_every_config_map_secret_claim_and_volume_exists(overlay):
     users = {resource["metadata"]["name"] for resource in of_kind(overlay, "KafkaUser")}
     # Those that Strimzi makes: a certificate for each user, and the cluster's authority.
     secrets = {"kafka-cluster-ca-cert": {"ca.crt"}, **{user: {"user.crt", "user.key", "ca.crt"} for user in users}}
-    secrets |= MADE_BY_HAND
+    secrets |= MADE_BY_HAND | TRUST
     for workload in workloads(overlay):
         pod, container = workload.pod, workload.container
         volumes = {volume["name"] for volume in pod.get("volumes", [])}
@@ -269,7 +273,40 @@ def test_a_service_listens_where_its_probes_ask(overlay, tmp_path, monkeypatch):
         address = getattr(settings.rpc, f"{workload.name}_address")
         assert address == f"0.0.0.0:{workload.ports['grpc']}"
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-            assert workload.container[probe]["grpc"] == {"port": workload.ports["grpc"]}
+            asked = {key: value for key, value in workload.container[probe].items() if key in ("grpc", "exec")}
+            if settings.rpc.trust is None:
+                assert asked == {"grpc": {"port": workload.ports["grpc"]}}
+            else:
+                command = ["python", "-m", "streamrl.rpc.probe", f"127.0.0.1:{workload.ports['grpc']}"]
+                command += ["--trust", str(settings.rpc.trust), "--role", workload.name]
+                assert asked == {"exec": {"command": command}}
+
+
+@pytest.mark.parametrize("overlay", SITES)
+def test_between_sites_every_service_has_the_certificate_and_token_of_its_role(overlay, tmp_path, monkeypatch):
+    for workload in workloads(overlay):
+        if workload.name not in OURS:
+            continue
+        with monkeypatch.context() as environment:
+            trust = resolved(overlay, workload, tmp_path, environment).rpc.trust
+        (mount,) = [mount for mount in workload.container["volumeMounts"] if mount["mountPath"] == str(trust)]
+        (volume,) = [volume for volume in workload.pod["volumes"] if volume["name"] == mount["name"]]
+        assert volume["secret"]["secretName"] == f"trust-{workload.name}"
+
+
+def test_generators_take_weights_from_their_sites_relay_which_takes_them_from_the_training_site(tmp_path, monkeypatch):
+    overlay = "two-sites/generation"
+    by_name = {workload.name: workload for workload in workloads(overlay)}
+    with monkeypatch.context() as environment:
+        relay = resolved(overlay, by_name["weights"], tmp_path, environment)
+    with monkeypatch.context() as environment:
+        generator = resolved(overlay, by_name["generator"], tmp_path, environment)
+    assert relay.weights.found_at == generator.rpc.weights_address == "weights:7003"
+    assert one(overlay, "Service", "weights")["spec"].get("type") != "ExternalName"
+    host, _, port = relay.weights.upstream.rpartition(":")
+    assert one(overlay, "Service", host)["spec"]["type"] == "ExternalName"
+    (link,) = one("two-sites/training", "Service", "weights-link")["spec"]["ports"]
+    assert int(port) == link["port"]
 
 
 @every_overlay
@@ -323,7 +360,7 @@ def _allowed(overlay: str, workload: Workload, direction: str) -> list[tuple[dic
     return allowed
 
 
-@pytest.mark.parametrize("overlay", ["one-cluster", "two-sites/training"])
+@pytest.mark.parametrize("overlay", ["one-cluster", *SITES])
 def test_network_policies_let_through_the_calls_that_services_make(overlay):
     pods = {workload.name: workload for workload in workloads(overlay)}
     calls = [
@@ -337,7 +374,7 @@ def test_network_policies_let_through_the_calls_that_services_make(overlay):
         ("generator", "weights"),
     ]
     for caller, callee in calls:
-        if caller not in pods:
+        if caller not in pods or callee not in pods:
             continue
         ports = pods[callee].ports
         for name, number in ports.items():
@@ -376,6 +413,11 @@ def test_the_readme_makes_the_secrets_that_are_made_by_hand_and_names_what_is_th
     for name, keys in {**MADE_BY_HAND, **OPTIONAL}.items():
         commands = re.findall(rf"create secret generic {name} .*?(?=\n\n|\n```|\nkubectl|\nrm)", text, flags=re.DOTALL)
         assert commands and all(f"{key}=" in command for command in commands for key in keys), name
+    (loop,) = re.findall(r"for service in ([\w/ ]+); do\n(.*?)\ndone", text, flags=re.DOTALL)
+    served = {f"{overlay.partition('/')[2]}/{one.name}" for overlay in SITES for one in workloads(overlay)}
+    assert set(loop[0].split()) == {service for service in served if service.partition("/")[2] in OURS}
+    for key in TRUST["trust-trainer"]:
+        assert f"--from-file={key.replace('trainer', '$role')}=" in loop[1]
     for path in re.findall(r"deploy/[\w/.-]+[\w]", text):
         assert (ROOT / path).exists() or path == "deploy/.env", path
     for overlay in OVERLAYS:

@@ -122,6 +122,9 @@ class ScriptedEngine:
     def prefetch(self, manifest: VersionManifest) -> None:
         self.prefetched.append(manifest.weight_version)
 
+    def forget_fetched(self) -> None:
+        pass
+
     async def switch(self, manifest: VersionManifest) -> SwitchReport:
         if self.failing_switches:
             self.failing_switches -= 1

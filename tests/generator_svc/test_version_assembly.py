@@ -17,8 +17,8 @@ from streamrl.rpc.chunks import FetchedChunk, Stretch
 from streamrl.v1.weights_pb2 import CHUNK_ENCODING_SPARSE_DELTA, TensorInfo, VersionManifest
 from tests.weights_svc.running_service import RUN_ID, RunningService
 
-OLD = {"frozen": b"\1\2\3\4" * 50, "trained": bytes(400), "gone": b"12345678"}
-NEW = {"frozen": OLD["frozen"], "trained": bytes(100) + b"\7" + bytes(299), "fresh": b"abcd"}
+OLD = {"frozen": b"\1\2\3\4" * 50, "trained": bytes(4000), "gone": b"12345678"}
+NEW = {"frozen": OLD["frozen"], "trained": bytes(100) + b"\7" + bytes(3899), "fresh": b"abcd"}
 
 
 def manifest_of(version: int, tensors: dict[str, bytes]) -> VersionManifest:
@@ -48,7 +48,7 @@ def buffer() -> Iterator[VersionBuffer]:
 def difference() -> FetchedChunk:
     encoding, data = DeltaCodec().encode(OLD["trained"], NEW["trained"], 2)
     assert encoding == CHUNK_ENCODING_SPARSE_DELTA
-    return FetchedChunk(Stretch(1, 0, 400), encoding, data)
+    return FetchedChunk(Stretch(1, 0, 4000), encoding, data)
 
 
 def test_what_is_the_same_comes_from_the_base_and_what_is_new_as_it_is(base: VersionBuffer, buffer: VersionBuffer):
@@ -67,9 +67,9 @@ def test_a_base_that_is_not_what_it_was_is_told(base: VersionBuffer, buffer: Ver
     assembly = VersionAssembly(buffer, base)
     with pytest.raises(DamagedTensorError, match="trained"):
         assembly.add(difference())
-    assert (assembly.tensor_index, assembly.offset) == (1, 400)
+    assert (assembly.tensor_index, assembly.offset) == (1, 4000)
     assembly.take_tensor_again()
-    assembly.add(FetchedChunk(Stretch(1, 0, 400), 0, NEW["trained"]))
+    assembly.add(FetchedChunk(Stretch(1, 0, 4000), 0, NEW["trained"]))
     assert assembly.tensor_index == 2
 
 

@@ -79,7 +79,10 @@ class Lab:
         before = descendants(os.getpid())
         report = self.run(self.engine.start(folder, self.manifests[first]))
         self.processes = descendants(os.getpid()) - before
-        assert {"VLLM::EngineCore", "VLLM::Worker"} <= {process.name() for process in self.processes}
+        names = [process.name() for process in self.processes]
+        assert "VLLM::EngineCore" in names
+        num_workers = sum(name.startswith("VLLM::Worker") for name in names)
+        assert num_workers == changes.get("tensor_parallel_size", 1)
         assert (report.weight_version, report.digest) == (first, self.manifests[first].digest)
 
     async def _make(self, settings: VllmSettings, source: WeightSource) -> VllmEngine:
@@ -406,3 +409,37 @@ def test_an_engine_ends_with_the_process_that_owns_it(published: Any, tmp_path: 
     owner.wait()
     owner.stdout.close()
     assert not still_alive(engine)
+
+
+@pytest.mark.slow
+def test_each_of_two_workers_loads_its_share_of_a_version_bit_for_bit(
+    weights_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # of the function that the workers are asked with
+
+    def parameters(worker: Any) -> dict[str, torch.Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in worker.get_model().named_parameters()}
+
+    lab = Lab(weights_server, tmp_path, (20, 21), tied=False, tensor_parallel_size=2)
+    try:
+        for version in (21, 20):
+            lab.load(version)
+            asked = [request(number) for number in range(4)]
+            for one, result in zip(asked, lab.run(generate_all(lab.engine, asked)), strict=True):
+                lab.assert_agrees(one, result)
+        shares = lab.run(lab.engine._llm.collective_rpc(parameters))  # type: ignore[arg-type]
+    finally:
+        lab.close()
+    whole = lab.models[20].state_dict()
+    # Layers that multiply are repacked for the processor: the log-probs above speak for them.
+    assert torch.equal(
+        torch.cat([share["model.embed_tokens.weight"] for share in shares])[:133], whole["model.embed_tokens.weight"]
+    )
+    for layer in range(2):
+        attention, norm = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.input_layernorm.weight"
+        for rank, share in enumerate(shares):
+            biases = [whole[f"{attention}.{part}_proj.bias"].chunk(2)[rank] for part in "qkv"]
+            assert torch.equal(share[f"{attention}.qkv_proj.bias"], torch.cat(biases))
+            assert torch.equal(share[norm], whole[norm])

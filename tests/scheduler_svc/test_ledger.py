@@ -11,7 +11,7 @@ from scheduler_svc.ledger import Ledger
 from scheduler_svc.settings import SchedulerSection, SchedulerSettings
 from streamrl.errors import RecordError, RefusedError, StaleAttemptError, UnavailableError
 from streamrl.identity import PURPOSE_EVALUATION, PURPOSE_TRAIN, BatchKey, SampleKey, sample_seed
-from streamrl.settings import PipelineSection, RunSection, SamplingView
+from streamrl.settings import PipelineSection, RunSection, SamplingView, WeightsSection
 from streamrl.v1.records_pb2 import Assignment, BatchEnd, Prompt, PromptRecord, RunEnd
 from streamrl.v1.sample_pb2 import SamplingSettings
 from streamrl.v1.scheduler_pb2 import (
@@ -39,11 +39,20 @@ FIRST_INCARNATION = 1000
 class Scene:
     """A ledger, a clock that is moved by hand, and short words for what happens."""
 
-    def __init__(self, *, num_instances: int = 1, max_staleness: int = 1, attempt: int = 1, **scheduler: Any) -> None:
+    def __init__(
+        self,
+        *,
+        num_instances: int = 1,
+        max_staleness: int = 1,
+        attempt: int = 1,
+        weights: WeightsSection | None = None,
+        **scheduler: Any,
+    ) -> None:
         self.settings = SchedulerSettings(
             run=RunSection(id="run", seed=7, attempt=attempt),
             pipeline=PipelineSection(mode="async" if max_staleness else "sync", max_staleness=max_staleness),
             generator=SamplingView(num_instances=num_instances),
+            weights=weights or WeightsSection(),
             scheduler=SchedulerSection(**{"lease_s": LEASE_S, "fleet_wait_s": 60.0, **scheduler}),
         )
         self.ledger = Ledger(self.settings, incarnation=FIRST_INCARNATION, started_at=-LEASE_S)
@@ -230,6 +239,19 @@ def test_an_evaluation_waits_for_its_version_and_is_pinned_to_it() -> None:
     assert scene.advance() == []
     scene.version(2)
     assert {assignment.exact_weight_version for assignment in scene.advance()} == {2}
+
+
+def test_with_one_version_a_batch_every_assignment_of_it_asks_for_that_version() -> None:
+    """Also what is dispatched later, when newer versions are there."""
+    scene = Scene(num_instances=2, max_staleness=2, weights=WeightsSection(one_version_per_batch=True)).ready("a", "b")
+    scene.version(1)
+    scene.batch(3)
+    first = scene.advance()
+    scene.version(2)
+    scene.drain("a", stopped=True)
+    again = scene.advance(3 * LEASE_S)
+    assert {assignment.exact_weight_version for assignment in first + again} == {1}
+    assert all(assignment.HasField("exact_weight_version") for assignment in first + again)
 
 
 def test_batches_that_become_admissible_together_start_in_order() -> None:

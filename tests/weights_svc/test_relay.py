@@ -193,10 +193,39 @@ def test_a_bit_that_is_flipped_on_the_line_is_told_and_healed(origin, line, star
     assert line.flips == 0
 
 
+def test_a_version_comes_in_stripes_over_several_connections(origin, line, start_relay, monkeypatch):
+    """Whole, as a difference, and once each: what a line that breaks has cost is less than what was under way."""
+    monkeypatch.setattr("weights_svc.transfer.STRIPE_BYTES", 65_536)
+    relay = start_relay()
+    line.hold_after(600_000)
+    publish(origin, 0, weights(0, 200_000))
+    line.wait_held()
+    line.break_now()
+    line.mend()
+    assert_holds(relay, 0, 200_000)
+    num_bytes = sum(map(len, weights(0, 200_000)))
+    assert num_bytes <= origin.list_versions().bytes_sent < num_bytes + 9 * 65_536
+    before = origin.list_versions()
+    publish(origin, 1, weights(1, 200_000))
+    assert_holds(relay, 1, 200_000)
+    after = origin.list_versions()
+    assert after.bytes_full - before.bytes_full == num_bytes
+    assert after.bytes_sent - before.bytes_sent < 0.2 * num_bytes
+
+
+def test_a_relay_takes_whole_streams_from_an_upstream_that_cannot_end_them(origin, start_relay, monkeypatch):
+    monkeypatch.setattr("weights_svc.transfer.STRIPE_BYTES", 65_536)
+    monkeypatch.setattr("weights_svc.control_servicer.SERVES_RANGES", False)
+    publish(origin, 0, weights(0, 200_000))
+    assert_holds(start_relay(), 0, 200_000)
+    assert origin.list_versions().bytes_sent == sum(map(len, weights(0, 200_000)))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_two_hundred_versions_come_out_as_they_were_published_whatever_breaks(origin, line, start_relay):
+def test_two_hundred_versions_come_out_as_they_were_published_whatever_breaks(origin, line, start_relay, monkeypatch):
     """Lines that break and flip bits, relays that restart or join late, bits flipped on their disks."""
+    monkeypatch.setattr("weights_svc.transfer.STRIPE_BYTES", 1024)
     chance = random.Random(7)
     relays = [start_relay("west"), start_relay("east")]
     relays.append(start_relay("far-west", upstream=relays[0].address))

@@ -4,6 +4,8 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import grpc
+import grpc.aio
 import pytest
 
 from streamrl.command.certs import Authority, make_trust
@@ -113,8 +115,23 @@ async def test_a_call_with_an_unknown_token_or_that_of_another_role_is_refused(a
     assert "the token of a trainer" in caplog.text
 
 
-async def test_plaintext_against_tls_is_refused(address, folder, monkeypatch):
+async def test_a_certificate_alone_is_not_enough(address, folder, caplog):
+    trainer = Identity.load(folder, "trainer")
+    tls = grpc.ssl_channel_credentials(trainer.ca, trainer.key, trainer.certificate)
+    options = [("grpc.ssl_target_name_override", trust.SERVER_NAME)]
+    async with grpc.aio.secure_channel(address, tls, options=options) as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match="carries no token") as refused:
+            await weights_pb2_grpc.WeightsServiceStub(channel).ListVersions(
+                weights_pb2.ListVersionsRequest(), timeout=20
+            )
+    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert "carries no token" in caplog.text
+
+
+async def test_plaintext_against_tls_is_refused(address, folder, monkeypatch, capfd):
     assert "it speaks TLS and this process speaks plaintext" in str(await refusal(address, None, monkeypatch))
+    # What never came to a call is logged by gRPC itself.
+    assert "Handshake failed" in capfd.readouterr().err
 
 
 async def test_tls_against_plaintext_is_refused(folder, monkeypatch):
