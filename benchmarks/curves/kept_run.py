@@ -16,6 +16,7 @@ FIGURES = (
     "reward/std",
     "reward/equal_groups_share",
     "eval/accuracy",
+    "eval/answers",
     "length/mean",
     "length/truncated_share",
     "staleness/mean",

@@ -17,6 +17,8 @@ from streamrl.command.settings_text import public_settings
 from streamrl.errors import StreamRLError
 from streamrl.lifetime import spawn
 
+_PATIENCE = ("scheduler.lease_s=40", "rpc.patience_s=600", "kafka.patience_s=600")
+"""A machine that is busy with other things slows a run down, and changes nothing in it."""
 _DIGITS = 6
 """Significant ones that are kept of a figure."""
 
@@ -65,7 +67,7 @@ def perform(planned: PlannedRun, runs: Path) -> KeptRun:
 
 def _run(planned: PlannedRun, folder: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "streamrl.command.main", "run", planned.config]
-    for assignment in (*planned.assignments, f"run.dir={folder}", f"run.id={planned.name}"):
+    for assignment in (*planned.assignments, *_PATIENCE, f"run.dir={folder}", f"run.id={planned.name}"):
         command += ["--set", assignment]
     # Tied to this process: who interrupts the one ends the other.
     exit_code = spawn(command).wait()
@@ -99,15 +101,18 @@ def _check(
     figures: Mapping[str, Series],
     settings: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """A curve has no gaps."""
+    """A curve has no gaps, and every evaluation all of its answers."""
     num_iterations, every = settings["trainer"]["num_iterations"], settings["eval"]["every"]
+    evaluated = sorted({*range(0, num_iterations + 1, every), num_iterations})
     expected = {
-        "reward/mean": list(range(1, num_iterations + 1)),
-        "eval/accuracy": sorted({*range(0, num_iterations + 1, every), num_iterations}),
+        "reward/mean": Series(list(range(1, num_iterations + 1)), []),
+        "eval/answers": Series(evaluated, [float(settings["eval"]["num_prompts"])] * len(evaluated)),
     }
     if summary["status"] != "completed":
         raise RunFailedError(f"{planned.name}: the run ended as {summary['status']}")
-    for name, steps in expected.items():
-        found = list(figures[name].steps) if name in figures else []
-        if found != steps:
-            raise RunFailedError(f"{planned.name}: {name} was logged at steps {found}, expected {steps}")
+    for name, wanted in expected.items():
+        found = figures.get(name, Series([], []))
+        if list(found.steps) != list(wanted.steps):
+            raise RunFailedError(f"{planned.name}: {name} is of steps {found.steps}, expected {wanted.steps}")
+        if wanted.values and list(found.values) != list(wanted.values):
+            raise RunFailedError(f"{planned.name}: {name} is {found.values}, expected {wanted.values}")
