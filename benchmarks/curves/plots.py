@@ -13,7 +13,7 @@ _PANELS = (
     ("eval/accuracy", "weight version", "greedy accuracy, held out"),
 )
 _SIZE_INCHES = (9.0, 3.6)
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     # Text stays text: smaller, and it can be searched.
     "svg.fonttype": "none",
     # The same data make the same file.
