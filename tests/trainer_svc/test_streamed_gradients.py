@@ -97,10 +97,11 @@ class Case:
 
 
 def _cases() -> Iterator[Case]:
-    """Every algorithm with every aggregation; the other choices in turn."""
-    corrections, kinds = itertools.cycle(OFF_POLICY), itertools.cycle(("none", "reward", "loss", "none"))
+    """Every algorithm with every aggregation; the other choices in turns of their own."""
+    corrections, kinds = list(OFF_POLICY), ("none", "reward", "loss")
     for number, (algorithm, aggregation) in enumerate(itertools.product(ALGORITHMS, AGGREGATIONS)):
-        yield Case(algorithm, aggregation, next(corrections), next(kinds), steps_per_batch=1 + (number // 4) % 2)
+        correction, kind = corrections[number % len(corrections)], kinds[(number + number // 3) % len(kinds)]
+        yield Case(algorithm, aggregation, correction, kind, steps_per_batch=1 + (number // 2) % 2)
 
 
 def _model(seed: int = 0) -> Qwen2ForCausalLM:
