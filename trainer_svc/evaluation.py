@@ -106,5 +106,6 @@ class Evaluations:
         if len(answers) < batch.num_samples:
             logger.warning("version=%d: %d prompts got no answer", key.batch, batch.num_samples - len(answers))
         figures = evaluation_figures(answers)
-        logger.info("version=%d: accuracy %.3f of %d prompts", key.batch, figures["eval/accuracy"], len(answers))
-        return EvaluationResult(key.batch, figures["eval/accuracy"], len(answers)), batch, figures
+        accuracy = figures.get("eval/accuracy", 0.0)
+        logger.info("version=%d: accuracy %.3f of %d prompts", key.batch, accuracy, len(answers))
+        return EvaluationResult(key.batch, accuracy, len(answers)), batch, figures

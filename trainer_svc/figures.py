@@ -31,6 +31,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("reward/equal_groups_share", "share", "groups whose rewards are all equal: they have no gradient"),
     Figure("reward/overlong_penalty_mean", "reward", "what the answers of compared groups lose for their length, mean"),
     Figure("eval/accuracy", "reward", "mean reward of greedy answers to held-out prompts, of exactly one version"),
+    Figure("eval/answers", "answers", "how many that is the mean of: a prompt that got no answer is left out"),
     Figure("eval/length_mean", "tokens", "mean length of those answers"),
     Figure("eval/truncated_share", "share", "those answers that were cut at generator.max_tokens"),
     Figure("length/mean", "tokens", "mean length of the batch's answers, ending token included"),
@@ -212,9 +213,12 @@ def _critic_figures(stats: "CriticStats") -> dict[str, float]:
 
 
 def evaluation_figures(answers: "Sequence[Answer]") -> dict[str, float]:
-    """What the greedy answers of one version show."""
+    """What the greedy answers of one version show: nothing, when there are none."""
+    if not answers:
+        return {}
     return {
         "eval/accuracy": mean(answer.reward for answer in answers),
+        "eval/answers": float(len(answers)),
         "eval/length_mean": mean(len(answer.token_ids) for answer in answers),
         "eval/truncated_share": truncated_share(answers),
     }

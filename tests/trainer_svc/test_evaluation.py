@@ -111,9 +111,19 @@ def test_a_prompt_without_an_answer_is_left_out_and_not_counted_as_wrong() -> No
     collector.on_abandoned([AbandonedSample(id=missing, reason="gone")])
     ((result, batch, figures),) = running.take_finished()
     assert result == EvaluationResult(weight_version=2, accuracy=0.5, num_prompts=2)
-    assert figures["eval/accuracy"] == 0.5
+    assert (figures["eval/accuracy"], figures["eval/answers"]) == (0.5, 2)
     assert batch.key == BatchKey(PURPOSE_EVALUATION, 2)
     assert running.under_way() == []
+
+
+def test_an_evaluation_without_any_answer_has_no_accuracy() -> None:
+    running, collector = evaluations()
+    running.begin(2)
+    missing = [SampleKey(PURPOSE_EVALUATION, 2, group, 0).to_proto() for group in range(3)]
+    collector.on_abandoned([AbandonedSample(id=identity, reason="gone") for identity in missing])
+    ((result, _, figures),) = running.take_finished()
+    assert result.num_prompts == 0
+    assert figures == {}
 
 
 def test_two_evaluations_may_end_in_any_order() -> None:

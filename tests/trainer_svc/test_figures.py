@@ -54,7 +54,9 @@ def test_a_batch_is_described_by_names_that_the_table_explains() -> None:
     assert figures["length/truncated_share"] == 0.25
     assert (figures["staleness/mean"], figures["staleness/max"]) == (0.25, 1)
     assert "length/dropped_mean" not in figures
-    assert set(figures) | set(steps_figures([stats()], [critic_stats()])) | set(evaluation_figures([])) <= NAMES
+    evaluated = evaluation_figures(list(batch().answers.values()))
+    assert (evaluated["eval/accuracy"], evaluated["eval/answers"]) == (0.5, 4)
+    assert set(figures) | set(steps_figures([stats()], [critic_stats()])) | set(evaluated) <= NAMES
     assert len(NAMES) == len(FIGURES)
 
 
