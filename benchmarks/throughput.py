@@ -9,12 +9,15 @@ split them as is best for each. Dispatch is the same in all. `T_gen` is measured
 Beside them stand ways to do it that are not ours: training on mini-batches of a quarter of the batch, and one-step
 async, in which all instances change their weights at one barrier.
 
-With real compute (vLLM and DeepSpeed, the laptop model) each mode has the cores that there are. Half an hour.
+With real compute (benchmarks/real_run.py) vLLM and DeepSpeed share the cores that there are: the laptop example, whose
+answers have a long tail by themselves. Colocated gives the trainer all cores in its turn. Three quarters of an hour.
 """
 
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import psutil
@@ -31,6 +34,7 @@ from benchmarks.emulation.stages import (
     PROFILE_DEVICES,
     Stages,
 )
+from benchmarks.real_run import real_run
 from benchmarks.result import Cell, Result
 
 logger = logging.getLogger(__name__)
@@ -40,7 +44,15 @@ LOAD_S = 1.0
 """For which an instance stands still to load 15 GB that its host has fetched, at PCIe's 16 GB/s."""
 SYNC_GOAL, ASYNC_GOAL, REAL_GOAL = 1.05, 1.2, 0.95
 IDLE_LIMIT, BOUND_LIMIT = 0.05, 1.05
-STREAMED_SHARE, MINI_BATCH_SHARE, WHOLE_BATCH_SHARE = 1 / 32, 1 / 4, 1.0
+STREAMED_SHARE, MINI_BATCH_SHARE, WHOLE_BATCH_SHARE = 1 / 32, 1 / 4, 8.0
+REAL_CONFIG = Path("examples/laptop.toml")
+REAL_ROUNDS = 2
+REAL_SETTINGS: dict[str, Any] = {"trainer.num_iterations": 20, "eval.every": 0, "eval.num_prompts": 64}
+REAL_MODES: dict[str, dict[str, Any]] = {
+    "colocated": {"generator.num_threads": 1, "trainer.num_threads": 2},
+    "sync": {},
+    "async": {},
+}
 IN_FLIGHT = {"pipeline.mode": "async", "weights.swap": "in_flight"}
 AT_BOUNDARIES = {"pipeline.mode": "async", "weights.swap": "boundary"}
 
@@ -59,10 +71,12 @@ def measure() -> Result:
                 "load_s": LOAD_S,
                 "sets": [asdict(lengths) for lengths in LENGTH_SETS],
             },
+            "real": {"config": str(REAL_CONFIG), "rounds": REAL_ROUNDS, "settings": REAL_SETTINGS, "modes": REAL_MODES},
         },
     )
     for lengths in LENGTH_SETS:
         result.cells += emulated_cells(Stages(lengths))
+    result.cells += real_cells()
     return result
 
 
@@ -97,6 +111,33 @@ def emulated_cells(stages: Stages) -> list[Cell]:
     split = _async_split(stages, stages.generation_s(PROFILE_DEVICES))
     one_step = _run(stages, AT_BOUNDARIES, split, WHOLE_BATCH_SHARE, global_barrier=True)
     cells += _cells(stages, "one_step_async", split, one_step, colocated)
+    return cells
+
+
+def real_cells() -> list[Cell]:
+    """All modes, in turn, so that a busy machine slows each."""
+    rounds = [
+        {
+            mode: real_run(REAL_CONFIG, {"pipeline.mode": mode, **REAL_SETTINGS, **settings})
+            for mode, settings in REAL_MODES.items()
+        }
+        for _ in range(REAL_ROUNDS)
+    ]
+    cells = []
+    for mode in REAL_MODES:
+        runs = [of_round[mode] for of_round in rounds]
+        rate = fmean(run.samples_per_s for run in runs)
+        peer = fmean(of_round["colocated"].samples_per_s for of_round in rounds)
+        name = f"real/{mode}"
+        cells += [
+            Cell(name, rate, "samples/s")
+            if mode == "colocated"
+            else Cell.compared(name, rate, "samples/s", against="colocated", peer=peer, goal=REAL_GOAL),
+            Cell(f"{name}/tokens", fmean(run.tokens_per_s for run in runs), "tokens/s"),
+            Cell(f"{name}/idle/trainer", fmean(run.trainer_idle for run in runs), "of the time"),
+            Cell(f"{name}/idle/generator", fmean(run.generator_idle for run in runs), "of the time"),
+            Cell(f"{name}/busy_cores", fmean(run.busy_cores for run in runs), f"of {psutil.cpu_count()} cores"),
+        ]
     return cells
 
 

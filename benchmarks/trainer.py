@@ -41,7 +41,7 @@ DISTINCT_GOAL = 0.8
 SHARED_GOAL = 2.5
 NUM_ITERATIONS = 200
 GROWTH_LIMIT_MIB = 16.0
-WITHOUT_EXAMPLES = "data.template=Question: {prompt}\\nAnswer:"
+WITHOUT_EXAMPLES = 'data.template="Question: {prompt}\\nAnswer:"'
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """One run of the real services on emulated devices, from its start to what was measured in its steady state."""
 
+import contextlib
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from streamrl.command.resolve import resolve, with_addresses
 from streamrl.command.settings import Settings
 from streamrl.command.supervisor import service_command
 from streamrl.errors import ServiceDiedError
+from streamrl.run_folder import RunFolder
 from streamrl.settings import KafkaSection
 
 _CONFIG = Path("examples/laptop.toml")
@@ -47,7 +49,7 @@ class SteadyState:
     """Cores of this machine that were kept busy."""
     staleness_max: int
     instance_mib: float
-    """Memory of one generator process, shared pages divided among those that share them."""
+    """Memory of one generator's process, pages that several share divided among them."""
 
     @property
     def samples_per_s(self) -> float:
@@ -162,11 +164,8 @@ class _Services:
         self._broker = psutil.Process(broker_pid)
         file = run_folder / "settings.json"
         commands = {name: service_command(name, name, file) for name in ("weights", "scheduler")}
-        emulated = {"trainer": "trainer", **{f"generator-{index}": "generator" for index in range(NUM_INSTANCES)}}
-        for name, module in emulated.items():
-            commands[name] = (
-                sys.executable, "-m", f"benchmarks.emulation.{module}", str(file), "--instance", name,
-            )  # fmt: skip
+        for name, arguments in (("trainer", ("--instance", "trainer")), ("generators", (str(NUM_INSTANCES),))):
+            commands[name] = (sys.executable, "-m", f"benchmarks.emulation.{name}", str(file), *arguments)
         # One thread each for whatever a library would start a thread a core for.
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._processes = {
@@ -181,13 +180,14 @@ class _Services:
             ServiceDiedError: another one ended before, or the trainer failed.
         """
         looks = []
-        while (code := self._processes["trainer"].poll()) is None:
+        while self._processes["trainer"].poll() is None:
             time.sleep(_LOOK_S)
             for name, process in self._processes.items():
                 if name != "trainer" and process.poll() is not None:
                     raise ServiceDiedError(f"{name} ended: {self._tail(name)}")
             looks.append(self._look())
-        if code != 0:
+        # As `streamrl run` has it: a run that the trainer called completed is, however its process ended.
+        if not RunFolder(self._run_folder).is_completed():
             raise ServiceDiedError(f"the trainer failed: {self._tail('trainer')}")
         return looks
 
@@ -206,16 +206,15 @@ class _Services:
                     process.wait()
 
     def _look(self) -> Look:
-        processes = [psutil.Process(process.pid) for process in self._processes.values()]
+        generators = psutil.Process(self._processes["generators"].pid).children()
+        processes = [self._broker, *generators, *(psutil.Process(process.pid) for process in self._processes.values())]
         cpu_s = 0.0
-        for process in [self._broker, *processes]:
-            try:
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 times = process.cpu_times()
-            except psutil.NoSuchProcess:
-                continue
-            cpu_s += times.user + times.system
-        instance = psutil.Process(self._processes["generator-0"].pid).memory_full_info().pss / 2**20
-        return Look(time.time(), cpu_s, instance)
+                cpu_s += times.user + times.system
+        instance_mib = generators[0].memory_full_info().pss / 2**20 if generators else 0.0
+        return Look(time.time(), cpu_s, instance_mib)
 
     def _tail(self, name: str) -> str:
         return _log(self._run_folder, name).read_text(errors="replace")[-2000:]
