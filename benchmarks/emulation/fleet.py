@@ -3,10 +3,10 @@
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -18,11 +18,9 @@ import psutil
 
 from benchmarks.emulation.plan import STEPS_FILE, Emulation, TrainedStep
 from benchmarks.emulation.stages import BATCH_SIZE, NUM_INSTANCES, PROMPTS_PER_BATCH, SAMPLES_PER_PROMPT
-from streamrl import lifetime
 from streamrl.command.broker import EmbeddedBroker
 from streamrl.command.resolve import resolve, with_addresses
 from streamrl.command.settings import Settings
-from streamrl.command.supervisor import service_command
 from streamrl.errors import ServiceDiedError
 from streamrl.run_folder import RunFolder
 from streamrl.settings import KafkaSection
@@ -60,8 +58,10 @@ class SteadyState:
         return max(0.0, 1 - self.train_s / self.iteration_s)
 
 
-def run_emulated(emulation: Emulation, num_iterations: int, assignments: Mapping[str, Any]) -> SteadyState:
-    """Runs it.
+def run_emulated(
+    nursery: "Nursery", emulation: Emulation, num_iterations: int, assignments: Mapping[str, Any]
+) -> SteadyState:
+    """Runs it. Several may run beside each other, each from a thread of its own.
 
     Args:
         num_iterations: those of the warm-up included.
@@ -82,7 +82,7 @@ def run_emulated(emulation: Emulation, num_iterations: int, assignments: Mapping
         (run_folder / "settings.json").write_text(settings.model_dump_json(indent=2))
         emulation.write(run_folder)
         broker.wait_ready()
-        services = _Services(run_folder, broker.process.pid)
+        services = _Services(run_folder, nursery, broker.process.pid)
         stack.callback(services.end)
         looks = services.watch()
         steps = [TrainedStep.model_validate_json(line) for line in (run_folder / STEPS_FILE).read_text().splitlines()]
@@ -156,22 +156,45 @@ def _log(run_folder: Path, name: str) -> Path:
     return run_folder / "logs" / f"{name}.log"
 
 
+class Nursery:
+    """Starts processes by benchmarks/emulation/nursery.py. Thread-safe. They end when it does."""
+
+    def __init__(self) -> None:
+        # One thread for whatever a library would start a thread a core for.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.emulation.nursery"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self._lock = threading.Lock()
+
+    def start(self, settings_file: Path, instance: str) -> psutil.Process:
+        """Starts a service by its instance's name."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with self._lock:
+            self._process.stdin.write(json.dumps([str(settings_file), instance]) + "\n")
+            self._process.stdin.flush()
+            pid = self._process.stdout.readline()
+        if not pid:
+            raise ServiceDiedError("the process that starts emulated services has ended")
+        return psutil.Process(int(pid))
+
+    def close(self) -> None:
+        """Ends it."""
+        self._process.communicate()
+
+
 class _Services:
     """The processes of a run; those of devices are emulated."""
 
-    def __init__(self, run_folder: Path, broker_pid: int) -> None:
+    def __init__(self, run_folder: Path, nursery: Nursery, broker_pid: int) -> None:
         self._run_folder = run_folder
         self._broker = psutil.Process(broker_pid)
-        file = run_folder / "settings.json"
-        commands = {name: service_command(name, name, file) for name in ("weights", "scheduler")}
-        for name, arguments in (("trainer", ("--instance", "trainer")), ("generators", (str(NUM_INSTANCES),))):
-            commands[name] = (sys.executable, "-m", f"benchmarks.emulation.{name}", str(file), *arguments)
-        # One thread each for whatever a library would start a thread a core for.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self._processes = {
-            name: lifetime.spawn(command, log=_log(run_folder, name), env=environment, with_signal=signal.SIGKILL)
-            for name, command in commands.items()
-        }
+        names = ["weights", "scheduler", "trainer", *(f"generator-{index}" for index in range(NUM_INSTANCES))]
+        self._processes = {name: nursery.start(run_folder / "settings.json", name) for name in names}
 
     def watch(self) -> list[Look]:
         """Waits for the end of the trainer, looking at all now and then.
@@ -180,10 +203,10 @@ class _Services:
             ServiceDiedError: another one ended before, or the trainer failed.
         """
         looks = []
-        while self._processes["trainer"].poll() is None:
+        while self._processes["trainer"].is_running():
             time.sleep(_LOOK_S)
             for name, process in self._processes.items():
-                if name != "trainer" and process.poll() is not None:
+                if name != "trainer" and not process.is_running():
                     raise ServiceDiedError(f"{name} ended: {self._tail(name)}")
             looks.append(self._look())
         # As `streamrl run` has it: a run that the trainer called completed is, however its process ended.
@@ -196,24 +219,21 @@ class _Services:
         for names in (set(self._processes) - {"weights", "scheduler"}, {"weights", "scheduler"}):
             processes = [self._processes[name] for name in names]
             for process in processes:
-                if process.poll() is None:
+                with contextlib.suppress(psutil.NoSuchProcess):
                     process.terminate()
-            for process in processes:
-                try:
-                    process.wait(_END_S)
-                except subprocess.TimeoutExpired:
+            _, left = psutil.wait_procs(processes, timeout=_END_S)
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-                    process.wait()
 
     def _look(self) -> Look:
-        generators = psutil.Process(self._processes["generators"].pid).children()
-        processes = [self._broker, *generators, *(psutil.Process(process.pid) for process in self._processes.values())]
-        cpu_s = 0.0
-        for process in processes:
+        cpu_s = instance_mib = 0.0
+        for process in (self._broker, *self._processes.values()):
             with contextlib.suppress(psutil.NoSuchProcess):
                 times = process.cpu_times()
                 cpu_s += times.user + times.system
-        instance_mib = generators[0].memory_full_info().pss / 2**20 if generators else 0.0
+        with contextlib.suppress(psutil.NoSuchProcess):
+            instance_mib = self._processes["generator-0"].memory_full_info().pss / 2**20
         return Look(time.time(), cpu_s, instance_mib)
 
     def _tail(self, name: str) -> str:

@@ -40,9 +40,9 @@ class LengthSet:
 
 
 LENGTH_SETS = (
-    LengthSet("5K", 5_000, 12.93, 10.0),
-    LengthSet("10K", 10_000, 8.0, 20.0),
-    LengthSet("20K", 20_000, 4.79, 20.0),
+    LengthSet("5K", 5_000, 12.93, 2.0),
+    LengthSet("10K", 10_000, 8.0, 4.0),
+    LengthSet("20K", 20_000, 4.79, 8.0),
 )
 
 

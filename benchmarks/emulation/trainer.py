@@ -1,7 +1,5 @@
-"""trainer_svc on emulated devices: `python -m benchmarks.emulation.trainer SETTINGS.json`.
-
-All of it is real but the learner, whose passes take the time that they would take there, and the rewards, which are 0.
-Every sample has a pass: the settings give the loss a KL term.
+"""trainer_svc on emulated devices: all of it is real but the learner, whose passes take the time that they would take
+there, and the rewards, which are 0. Every sample has a pass: the settings give the loss a KL term.
 """
 
 import asyncio
@@ -166,5 +164,4 @@ async def _serve(settings: TrainerSettings, instance: str, stop: asyncio.Event) 
     await serve(settings, instance, stop, _train)
 
 
-if __name__ == "__main__":
-    service.end_process(service.main(service.Service("trainer_svc", TrainerSettings, _serve, check)))
+SERVICE = service.Service("trainer_svc", TrainerSettings, _serve, check)
