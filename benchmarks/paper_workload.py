@@ -53,7 +53,8 @@ def draw_lengths(count: int, generator: np.random.Generator) -> NDArray[np.int64
 
 def scaled_lengths(count: int, longest: int, generator: np.random.Generator) -> NDArray[np.int64]:
     """The same lengths, with a maximum that fits the machine."""
-    return np.clip(np.rint(draw_lengths(count, generator) * (longest / LONGEST)), 1, longest).astype(np.int64)
+    scaled: NDArray[np.int64] = np.rint(draw_lengths(count, generator) * (longest / LONGEST)).astype(np.int64)
+    return scaled.clip(1, longest)
 
 
 def length_at(level: float) -> float:

@@ -151,7 +151,9 @@ class FakeEngine:
                     there = self._instance.tokens_there(sequence)
                     self._answers[sequence.key].versions.append((self._weight_version, there))
                 self._paused = was_paused
-                self._instance.stand_until(self._now_s() + self._recompute_token_s * self._instance.held_tokens)
+                # It may be ahead by prompts that it computes.
+                begins_s = max(self._instance.time_s, self._now_s())
+                self._instance.stand_until(begins_s + self._recompute_token_s * self._instance.held_tokens)
                 self._go_on()
         finally:
             fetched.buffer.close()
