@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerC
 _EVALUATED_AT_ONCE = 64
 
 
-class _Clock(TrainerCallback):
+class _Clock(TrainerCallback):  # type: ignore[misc]
     """When each step ended."""
 
     def __init__(self) -> None:
