@@ -3,23 +3,21 @@
 import argparse
 import importlib
 import sys
-from pathlib import Path
 
 from benchmarks.result import Result
 
-NAMES = sorted(
-    path.stem
-    for path in Path(__file__).parent.glob("*.py")
-    if path.stem not in ("__init__", "__main__", "result", "paper_workload")
-)
+MODULES = {
+    "peers": "benchmarks.peers.comparison",
+    **{name: f"benchmarks.{name}" for name in ("skewness", "throughput", "trainer", "weights")},
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("name", choices=NAMES)
+    parser.add_argument("name", choices=sorted(MODULES))
     parser.add_argument("--json", action="store_true", help="one line of JSON at the end, and nothing else on stdout")
     arguments = parser.parse_args()
-    result: Result = importlib.import_module(f"benchmarks.{arguments.name}").measure()
+    result: Result = importlib.import_module(MODULES[arguments.name]).measure()
     sys.stdout.write((result.line() if arguments.json else _table(result)) + "\n")
     return 0
 

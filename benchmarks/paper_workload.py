@@ -12,14 +12,11 @@ from numpy.typing import NDArray
 from streamrl.planning.forecast import LEVELS, Array, LengthForecast
 from streamrl.planning.profile import TokenLatency
 
-TOKEN_LATENCY = TokenLatency(
-    {
-        size: latency_ms / 1000
-        for size, latency_ms in {
-            1: 8.35, 2: 8.75, 4: 9.0, 8: 9.05, 16: 9.45, 32: 10.25, 64: 11.65, 128: 15.25, 256: 21.2, 512: 36.9,
-        }.items()
-    }
-)  # fmt: skip
+TOKEN_LATENCY_MS = {
+    1: 8.35, 2: 8.75, 4: 9.0, 8: 9.05, 16: 9.45, 32: 10.25, 64: 11.65, 128: 15.25, 256: 21.2, 512: 36.9,
+}  # fmt: skip
+"""By number of running sequences."""
+TOKEN_LATENCY = TokenLatency({size: latency_ms / 1000 for size, latency_ms in TOKEN_LATENCY_MS.items()})
 HELD_TOKEN_S = 20e-9
 """57,344 bytes of cache a token (28 layers, 4 heads of 128 for keys and for values, BF16) at 85 % of 3.35 TB/s."""
 PREFILL_TOKEN_S = 31e-6
@@ -34,6 +31,10 @@ _DENSITY = np.array(
 )  # fmt: skip
 _EDGES = np.linspace(847, 19950, len(_DENSITY) + 1)
 _SHARES = _DENSITY / _DENSITY.sum()
+_LEVELS = np.concatenate([[0.0], np.cumsum(_SHARES)])
+MEAN_LENGTH = float((_SHARES * (_EDGES[:-1] + _EDGES[1:])).sum() / 2)
+LONGEST = 20_000
+"""Of this set of lengths; those of the paper's other two are ours: the same, scaled."""
 
 LOG_ERROR = 0.273
 """Of estimates that are wrong by a log-normal factor: with this they find 0.87 of the longest fifth."""
@@ -48,6 +49,17 @@ def draw_lengths(count: int, generator: np.random.Generator) -> NDArray[np.int64
     """Lengths of answers, in tokens."""
     bins = generator.choice(len(_SHARES), size=count, p=_SHARES)
     return np.rint(_EDGES[bins] + generator.random(count) * np.diff(_EDGES)[bins]).astype(np.int64)
+
+
+def scaled_lengths(count: int, longest: int, generator: np.random.Generator) -> NDArray[np.int64]:
+    """The same lengths, with a maximum that fits the machine."""
+    scaled: NDArray[np.int64] = np.rint(draw_lengths(count, generator) * (longest / LONGEST)).astype(np.int64)
+    return scaled.clip(1, longest)
+
+
+def length_at(level: float) -> float:
+    """The length, in tokens, that a share `level` of all answers does not exceed."""
+    return float(np.interp(level, _LEVELS, _EDGES))
 
 
 def true_lengths(lengths: NDArray[np.int64], _generator: np.random.Generator) -> tuple[Array, LengthForecast]:

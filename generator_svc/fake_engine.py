@@ -3,8 +3,7 @@
 It stands in for vLLM where everything but inference is tested or measured. What it keeps true: sequences are admitted
 by priority into a bounded number of places and a bounded cache; each step gives every running sequence one token and
 takes as long as the profile says; switches interrupt and continue; every token knows its version. How time goes on is
-streamrl/planning/simulated_instance.py, which fleets are simulated with as well. What it leaves out: the cost of caches
-that are recomputed after a switch.
+streamrl/planning/simulated_instance.py, which fleets are simulated with as well.
 """
 
 import asyncio
@@ -60,6 +59,7 @@ class FakeEngine:
         kv_cache_tokens: int = 2**20,
         held_token_ms: float = 0.0,
         prefill_token_ms: float = 0.0,
+        recomputes_cache: bool = False,
         speed: float = 1.0,
     ) -> None:
         """
@@ -68,6 +68,8 @@ class FakeEngine:
             load_s: simulated seconds that a switch stands still.
             held_token_ms: what each token in the cache adds to a step.
             prefill_token_ms: what each token of a prompt takes when its answer begins.
+            recomputes_cache: whether the cache of what runs is computed again after a switch, which takes as long for
+                each token of it.
             speed: simulated seconds in a real one.
         """
         self.max_running = max_running
@@ -85,6 +87,7 @@ class FakeEngine:
         )
         self._answer_length = answer_length
         self._load_s = load_s
+        self._recompute_token_s = prefill_token_ms / 1000 if recomputes_cache else 0.0
         self._speed = speed
         self._prefetcher = Prefetcher(source)
         self._vocabulary = 2
@@ -151,6 +154,9 @@ class FakeEngine:
                     there = self._instance.tokens_there(sequence)
                     self._answers[sequence.key].versions.append((self._weight_version, there))
                 self._paused = was_paused
+                # It may be ahead by prompts that it computes.
+                begins_s = max(self._instance.time_s, self._now_s())
+                self._instance.stand_until(begins_s + self._recompute_token_s * self._instance.held_tokens)
                 self._go_on()
         finally:
             fetched.buffer.close()

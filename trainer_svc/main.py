@@ -24,8 +24,23 @@ from trainer_svc.settings import TrainerSettings
 logger = logging.getLogger(__name__)
 
 
-async def serve(settings: TrainerSettings, instance: str, stop: asyncio.Event) -> None:
+Train = Callable[[TrainerSettings, TrainerControl, str], None]
+"""Trains until the run is over, in a thread of its own."""
+
+
+def _train(settings: TrainerSettings, control: TrainerControl, instance: str) -> None:
+    # Torch and its friends take seconds to import: only here, where settings are known to be good.
+    from trainer_svc.rank import run_rank
+
+    command = [sys.executable, "-m", "trainer_svc", *sys.argv[1:]]
+    run_rank(settings, control, instance, command=command, environment=os.environ)
+
+
+async def serve(settings: TrainerSettings, instance: str, stop: asyncio.Event, train: Train = _train) -> None:
     """Trains until the run is over, or until it is stopped.
+
+    Args:
+        train: benchmarks have devices of their own.
 
     Raises:
         StreamRLError: the run failed.
@@ -37,7 +52,7 @@ async def serve(settings: TrainerSettings, instance: str, stop: asyncio.Event) -
         return
     if os.environ.get("RANK", "0") != "0":
         # Rank 0 says when to stop, and this process dies with it.
-        await _in_thread(_train, settings, control, instance)
+        await _in_thread(train, settings, control, instance)
         return
     for name, address in (("scheduler", settings.rpc.scheduler_address), ("weights", settings.rpc.weights_address)):
         if address.endswith(":0"):
@@ -54,7 +69,7 @@ async def serve(settings: TrainerSettings, instance: str, stop: asyncio.Event) -
     await server.serve(settings.rpc.trainer_address)
     stopping = asyncio.create_task(_ask_to_stop(stop, control))
     try:
-        await _in_thread(_train, settings, control, instance)
+        await _in_thread(train, settings, control, instance)
     finally:
         stopping.cancel()
         await server.stop()
@@ -80,14 +95,6 @@ async def _in_thread(work: Callable[..., None], *arguments: object) -> None:
     """Runs work in a thread of its own, and not a pool's: ranks that it starts are tied to its life."""
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="train") as executor:
         await asyncio.get_running_loop().run_in_executor(executor, work, *arguments)
-
-
-def _train(settings: TrainerSettings, control: TrainerControl, instance: str) -> None:
-    # Torch and its friends take seconds to import: only here, where settings are known to be good.
-    from trainer_svc.rank import run_rank
-
-    command = [sys.executable, "-m", "trainer_svc", *sys.argv[1:]]
-    run_rank(settings, control, instance, command=command, environment=os.environ)
 
 
 SERVICE = service.Service("trainer_svc", TrainerSettings, serve, check)

@@ -188,6 +188,20 @@ def test_an_aborted_sequence_frees_its_place(play: Callable[..., None]) -> None:
     play(scenario, max_running=1)
 
 
+def test_a_cache_that_is_computed_again_takes_time(play: Callable[..., None], published: Any) -> None:
+    async def scenario(engine: FakeEngine) -> None:
+        clock = asyncio.get_running_loop().time
+        started_s = clock()
+        drawing = asyncio.create_task(engine.generate(request("a")))
+        await asyncio.sleep(0)
+        await engine.switch(published.publish(1, WEIGHTS))
+        await drawing
+        # Two tokens of the prompt, 100 simulated seconds each: when it began, and after the switch.
+        assert (clock() - started_s) * 1e3 >= 400
+
+    play(scenario, prefill_token_ms=1e5, recomputes_cache=True)
+
+
 def test_a_sequence_aborted_before_its_turn_never_runs(play: Callable[..., None]) -> None:
     async def scenario(engine: FakeEngine) -> None:
         await engine.pause()
