@@ -28,7 +28,7 @@ class SchedulerSection(FleetView):
     """Folder or hub name of a causal language model that the ranker stands on; it must have the policy's tokens, and
     should be small. Empty: a network of two narrow layers, made from scratch, which a processor core trains."""
     length_file: Path | None = None
-    """For length_model = "oracle": a JSON object, prompt ids to the length of an answer in tokens, or to a list of such.
+    """For length_model = "oracle": a JSON object, prompt ids to the length of an answer in tokens, or a list of such.
     For replays, and to see what perfect forecasts bring. Prompts that it lacks are foretold from their history."""
     max_dispatches: PositiveInt = 3
     """How often a sample is given to an instance before it is given up. Times when it was given back unstarted do not

@@ -111,8 +111,8 @@ FIGURES: tuple[Figure, ...] = (
     Figure(
         "ranker/recall_longest_20",
         "share",
-        "of the longest 20 % of new prompts, those that were foretold to be among them (`scheduler.length_model`); over "
-        "the last 512 that the ranker had learned nothing of, as the next two",
+        "of the longest 20 % of new prompts, what was foretold to be among them (`scheduler.length_model`); over the "
+        "last 512 that the ranker had learned nothing of, as the next two",
     ),
     Figure("ranker/recall_longest_10", "share", "of the longest 10 %"),
     Figure("ranker/recall_longest_5", "share", "of the longest 5 %"),

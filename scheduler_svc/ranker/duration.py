@@ -33,23 +33,28 @@ WIDTHS: Array = np.diff(EDGES)
 NUM_STRETCHES = len(WIDTHS)
 
 
-def endings_and_exposure(lengths: Sequence[int], cut: Sequence[bool]) -> tuple[Array, Array]:
-    """What answers to one prompt say.
+def endings_and_exposure(answers: Sequence[tuple[Sequence[int], Sequence[bool]]]) -> tuple[Array, Array]:
+    """What answers to prompts say.
 
     Args:
-        lengths: tokens of each, 1 or more.
-        cut: whether an answer was cut there: it would have gone on.
+        answers: for each of n prompts the tokens of its answers, one or more of 1 or more, and whether each was cut
+            there: it would have gone on.
 
     Returns:
-        (NUM_STRETCHES,) answers that ended in each stretch, and (NUM_STRETCHES,) how far, in the logarithm of the
+        (n, NUM_STRETCHES) answers that ended in each stretch, and (n, NUM_STRETCHES) how far, in the logarithm of the
         length, answers went through it, summed.
     """
-    at = np.clip(np.log(np.maximum(np.asarray(lengths, dtype=np.float64), 1.0)), None, EDGES[-1] - 1e-9)
+    prompts = np.repeat(np.arange(len(answers)), [len(lengths) for lengths, _ in answers])
+    lengths = np.concatenate([np.asarray(lengths, dtype=np.float64) for lengths, _ in answers])
+    cut = np.concatenate([np.asarray(cut, dtype=bool) for _, cut in answers])
+    at = np.clip(np.log(lengths), 0.0, EDGES[-1] - 1e-9)
     # What was cut after n tokens has not ended with the n-th: it went on beyond.
-    gone = np.where(cut, np.log(np.exp(at) + 0.5), at)
-    exposure = np.clip(gone[:, None] - EDGES[:-1], 0.0, WIDTHS).sum(axis=0)
-    ended = np.searchsorted(EDGES, at[~np.asarray(cut, dtype=bool)], side="right") - 1
-    return np.bincount(ended, minlength=NUM_STRETCHES).astype(np.float64), exposure
+    gone = np.where(cut, np.log(lengths + 0.5), at)
+    through = np.clip(gone[:, None] - EDGES[:-1], 0.0, WIDTHS)
+    starts = np.flatnonzero(np.diff(prompts, prepend=-1))
+    endings = np.zeros((len(answers), NUM_STRETCHES))
+    np.add.at(endings, (prompts[~cut], np.searchsorted(EDGES, at[~cut], side="right") - 1), 1.0)
+    return endings, np.add.reduceat(through, starts, axis=0)
 
 
 def usual_rates(endings: Array, exposure: Array) -> Array:

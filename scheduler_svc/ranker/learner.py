@@ -93,16 +93,14 @@ class LengthLearner:
         return length_quantiles(found)
 
     def _begin_with(self, examples: Sequence[Example]) -> None:
-        said = [endings_and_exposure(example.lengths, example.cut) for example in examples]
-        endings, exposure = (np.sum([part[index] for part in said], axis=0) for index in (0, 1))
-        rates = torch.from_numpy(usual_rates(endings, exposure)).float()
+        endings, exposure = endings_and_exposure([(example.lengths, example.cut) for example in examples])
+        rates = torch.from_numpy(usual_rates(endings.sum(axis=0), exposure.sum(axis=0))).float()
         for network in (self.network, self.mean):
             network.head.begin_with(rates)
 
     def _step(self, examples: Sequence[Example]) -> float:
-        said = [endings_and_exposure(example.lengths, example.cut) for example in examples]
-        endings = torch.from_numpy(np.stack([part[0] for part in said])).float()
-        exposure = torch.from_numpy(np.stack([part[1] for part in said])).float()
+        said = endings_and_exposure([(example.lengths, example.cut) for example in examples])
+        endings, exposure = (torch.from_numpy(part).float() for part in said)
         log_rates = self.network(*_padded([example.token_ids for example in examples]))
         log_rates = log_rates.clamp(-_LARGEST_LOG_RATE, _LARGEST_LOG_RATE)
         # By prompt, not by answer: a prompt that was drawn oftener is no more worth knowing.

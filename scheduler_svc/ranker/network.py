@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 _WIDTH = 64
 _NUM_LAYERS = 2
 _NUM_HEADS = 4
-_TOKEN_ROWS = 16_381
-"""Token ids share the rows of the embedding from here on (a prime): no vocabulary has to be known, and few of a larger
-one's tokens are in a run's prompts."""
+_TOKEN_ROWS = (2039, 2029)
+"""A token is the sum of a row of each of two tables (primes): no vocabulary has to be known, tokens that share one row
+do not share the other, and a step moves few numbers."""
 _HEAD_WIDTH = 128
 _DROPOUT = 0.1
 _HIDDEN_TOKENS = 0.03
@@ -80,17 +80,18 @@ class SmallNetwork(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(1 + _TOKEN_ROWS, _WIDTH)
-        nn.init.normal_(self.tokens.weight, std=0.02)
+        self.tokens = nn.ModuleList(nn.Embedding(1 + rows, _WIDTH) for rows in _TOKEN_ROWS)
+        for table in self.tokens:
+            nn.init.normal_(table.weight, std=0.02)
         self.layers = nn.ModuleList(_Layer() for _ in range(_NUM_LAYERS))
         self.norm = nn.LayerNorm(_WIDTH)
         self.head = RateHead(_WIDTH)
 
     def forward(self, token_ids: Tensor, num_tokens: Tensor) -> Tensor:
-        rows = 1 + token_ids % _TOKEN_ROWS
-        if self.training:
-            rows = rows.masked_fill(torch.rand(rows.shape) < _HIDDEN_TOKENS, 0)
-        states = self.tokens(rows)
+        shown = torch.rand(token_ids.shape) >= _HIDDEN_TOKENS if self.training else torch.ones_like(token_ids)
+        states = sum(
+            table((1 + token_ids % rows) * shown) for table, rows in zip(self.tokens, _TOKEN_ROWS, strict=True)
+        )
         rotation = _rotation(token_ids.shape[1])
         for layer in self.layers:
             states = layer(states, rotation)
@@ -106,7 +107,7 @@ class _Layer(nn.Module):
         self.projection = nn.Linear(_WIDTH, 3 * _WIDTH, bias=False)
         self.mixed = nn.Linear(_WIDTH, _WIDTH, bias=False)
         self.feed_norm = nn.LayerNorm(_WIDTH)
-        self.feed = nn.Sequential(nn.Linear(_WIDTH, 4 * _WIDTH), nn.GELU(), nn.Linear(4 * _WIDTH, _WIDTH))
+        self.feed = nn.Sequential(nn.Linear(_WIDTH, 2 * _WIDTH), nn.GELU(), nn.Linear(2 * _WIDTH, _WIDTH))
 
     def forward(self, states: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         n, longest, _ = states.shape
