@@ -31,7 +31,7 @@ _SETTINGS = VllmSettings(max_running=_MAX_RUNNING, max_model_len=768, dtype="bfl
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.lengths.produce", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=8.0, help="ends after so long (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=8.0, help="begins no round after so long (default: %(default)s)")
     parser.add_argument("--file", type=Path, default=KeptLengths.FILE)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
@@ -41,10 +41,12 @@ def main() -> None:
         parser.error(f"{arguments.file} is of answers cut at {kept.max_tokens} tokens, expected {MAX_TOKENS}")
     llm = _engine()
     wanted = islice(prompts(), len(kept.lengths), None)
-    while time.monotonic() < ends_at:
+    while True:
         kept.lengths += _answer(llm, list(islice(wanted, _ROUND_PROMPTS)), first=len(kept.lengths))
         kept.save(arguments.file)
         logger.info("%d prompts, %.1f %% of the answers cut", len(kept.lengths), 100 * kept.cut_share)
+        if time.monotonic() > ends_at:
+            return
 
 
 def _engine() -> Any:
