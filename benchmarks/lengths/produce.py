@@ -31,7 +31,9 @@ _SETTINGS = VllmSettings(max_running=_MAX_RUNNING, max_model_len=768, dtype="bfl
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.lengths.produce", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=8.0, help="begins no round after so long (default: %(default)s)")
+    parser.add_argument(
+        "--minutes", type=float, default=8.0, help="begins no round after so long (default: %(default)s)"
+    )
     parser.add_argument("--file", type=Path, default=KeptLengths.FILE)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")

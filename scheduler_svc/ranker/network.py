@@ -118,7 +118,7 @@ class _Layer(nn.Module):
         )
         mixed = self.mixed(attended.transpose(1, 2).reshape(n, longest, _WIDTH))
         states = states + F.dropout(mixed, _DROPOUT, self.training)
-        return cast(Tensor, states + F.dropout(self.feed(self.feed_norm(states)), _DROPOUT, self.training))
+        return states + F.dropout(self.feed(self.feed_norm(states)), _DROPOUT, self.training)
 
 
 def _rotation(longest: int) -> tuple[Tensor, Tensor]:
