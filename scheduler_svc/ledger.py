@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from scheduler_svc.admission import priority, version_for
 from scheduler_svc.balance import unstarted_to_move
 from scheduler_svc.batches import Batch, Sample
+from scheduler_svc.lengths import LengthEstimates
 from scheduler_svc.observed_latency import fleet_profiles
 from scheduler_svc.registry import Life, Registry
 from scheduler_svc.samples import SampleBook
@@ -47,9 +48,17 @@ class Outgoing:
 class Ledger:
     """The state of one life of the scheduler."""
 
-    def __init__(self, settings: SchedulerSettings, *, incarnation: int, started_at: float) -> None:
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        *,
+        incarnation: int,
+        started_at: float,
+        lengths: LengthEstimates | None = None,
+    ) -> None:
         """
         Args:
+            lengths: None: nothing but the history tells lengths.
             started_at: instances of an earlier life of the scheduler, which this one does not know, were last answered
                 before then.
             incarnation: of this life of the scheduler, above those of earlier lives (Unix time in ms). Incarnations of
@@ -60,7 +69,9 @@ class Ledger:
         self.old_leases_end_at = started_at + settings.scheduler.lease_s
         """When no instance of an earlier life of the scheduler generates any more what it was given then."""
         self.samples = SampleBook(
-            max_dispatches=settings.scheduler.max_dispatches, max_staleness=settings.pipeline.max_staleness
+            max_dispatches=settings.scheduler.max_dispatches,
+            max_staleness=settings.pipeline.max_staleness,
+            lengths=lengths or LengthEstimates(),
         )
         self.registry = Registry(
             max_instances=settings.scheduler.max_instances,
@@ -315,7 +326,9 @@ class Ledger:
         self._open_fleet(len(lives), now)
         if not (lives and self.fleet_open and self.reported and now >= self.old_leases_end_at):
             return []
-        self.samples.admit(self.newest_weight_version)
+        if self.samples.lengths.take_refresh():
+            self.samples.look_again()
+        self.samples.admit(self.newest_weight_version, now)
         outgoing = [
             assigned for batch, groups in self.samples.take_ready() for assigned in self._dispatch(batch, groups, lives)
         ]
@@ -329,6 +342,7 @@ class Ledger:
         deadlines = [self.registry.next_expiry(), None if self.fleet_open else self._fleet_deadline()]
         if now < self.old_leases_end_at:
             deadlines.append(self.old_leases_end_at)
+        deadlines.append(self.samples.lengths.next_deadline(now))
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def _fleet_deadline(self) -> float | None:
@@ -348,16 +362,19 @@ class Ledger:
         if left:
             others = [life for life in lives if id(life) not in left]
             lives = [life for life in others if life.room] or others or lives
-        history, pieces = self.samples.history, []
+        lengths, pieces = self.samples.lengths, []
         for index, samples in groups.items():
-            prompt = batch.groups[index].prompt
+            group = batch.groups[index]
+            prompt = group.prompt
+            if group.foretold is None:
+                group.foretold = lengths.foretell(prompt)
             max_tokens = prompt.sampling.max_tokens
             pieces.append(
                 Piece(
                     index,
                     tuple(sample.key.sample for sample in samples),
-                    history.expected_tokens(prompt.prompt_id, max_tokens),
-                    lengths=history.forecast(prompt.prompt_id, max_tokens),
+                    lengths.expected_tokens(prompt.prompt_id, max_tokens),
+                    lengths=lengths.forecast(prompt.prompt_id, max_tokens),
                     prompt_tokens=len(prompt.token_ids),
                 )
             )
@@ -369,8 +386,8 @@ class Ledger:
                 InstanceLoad(life.name, life.request.max_running, life.outstanding_tokens, profiles.get(life.name))
                 for life in lives
             ],
-            length_p50=history.recent_quantile(0.5),
-            length_p90=history.recent_quantile(0.9),
+            length_p50=lengths.history.recent_quantile(0.5),
+            length_p90=lengths.history.recent_quantile(0.9),
             seed=sample_seed(self.settings.run.seed, SampleKey(*batch.key, 0, 0)),
         )
         return [

@@ -111,6 +111,14 @@ FIGURES: tuple[Figure, ...] = (
     Figure("fleet/instances", "instances", "generators that are alive"),
     Figure("fleet/running", "sequences", "sequences that run in their engines"),
     Figure("fleet/waiting", "sequences", "sequences that wait in front of them"),
+    Figure(
+        "ranker/recall_longest_20",
+        "share",
+        "of the longest 20 % of new prompts, what was foretold to be among them (`scheduler.length_model`); over the "
+        "last 512 that the ranker had learned nothing of, as the next two",
+    ),
+    Figure("ranker/recall_longest_10", "share", "of the longest 10 %"),
+    Figure("ranker/recall_longest_5", "share", "of the longest 5 %"),
 )
 
 
