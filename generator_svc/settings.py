@@ -33,6 +33,10 @@ class GeneratorSection(SamplingView):
     """Neither compile the model nor capture graphs: starts sooner, and on GPUs runs slower."""
     enable_prefix_caching: bool = True
     """The samples of a group share the cache of their prompt."""
+    profile_s: Annotated[float, Field(ge=0, le=3600)] = 2.0
+    """About how long an instance measures how fast its engine is before it takes work: steps by batch size and by the
+    tokens in the cache, and prompts. Planning begins with that; later it goes by the steps that are made. 0: it is not
+    measured, and the scheduler guesses until it has seen steps."""
     drain_timeout_s: Seconds = 30.0
     """An instance that is asked to end finishes what runs for at most this long, and gives the rest back."""
     canary_alarm_nats: Annotated[float, Field(ge=0)] = 0.0

@@ -16,6 +16,7 @@ class StepRecorder(PrometheusStatLogger):  # type: ignore[misc]
         self.running = 0
         """Sequences inside the engine that have begun, after the last step."""
         self.latencies = StepLatencies()
+        self._cache = vllm_config.cache_config
         self._resumed_s = time.monotonic()
 
     def note_resume(self) -> None:
@@ -29,7 +30,13 @@ class StepRecorder(PrometheusStatLogger):  # type: ignore[misc]
         # Seconds since their last token, of all sequences that got a token in this step and were not in their first.
         intervals = iteration_stats.inter_token_latencies_iter if iteration_stats is not None else ()
         if intervals and (step_s := min(intervals)) < time.monotonic() - self._resumed_s:
-            self.latencies.add(len(intervals), step_s)
+            self.latencies.add(len(intervals), step_s, held_tokens=self._held_tokens(scheduler_stats))
+
+    def _held_tokens(self, scheduler_stats: Any) -> float:
+        """In the cache's blocks that are in use."""
+        if scheduler_stats is None:
+            return 0.0
+        return float(scheduler_stats.kv_cache_usage * (self._cache.num_gpu_blocks or 0) * self._cache.block_size)
 
     def log_engine_initialized(self) -> None:
         pass

@@ -54,6 +54,7 @@ async def serve(settings: SchedulerSettings, instance: str, stop: asyncio.Event)
             stop.wait(),
             broken,
             loop.run(servicer.tell),
+            loop.watch_progress(),
             watch_versions(settings.rpc, settings.run.id, instance, loop.take_version),
         )
 

@@ -1,6 +1,6 @@
 """Settings of scheduler_svc."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, field_validator
 
@@ -19,8 +19,12 @@ class SchedulerSection(FleetView):
     longest_first: the longest expected answers first, each to the instance that would be done with it earliest.
     round_robin: the longest first, dealt in turn. paper, paper_max: Algorithm 2 of the StreamRL paper, with the sum or
     the maximum of its two latencies. random: any instance, in the order of the batch."""
+    moves: Literal["running", "waiting", "none"] = "running"
+    """What may go from one instance to another after it was dispatched, when the batch is expected to be over earlier
+    so. running: answers that have begun too: they go on elsewhere with the tokens that they have, which the other
+    instance computes again, as a prompt. waiting: only those that have not begun. none: nothing."""
     max_dispatches: PositiveInt = 3
-    """How often a sample is given to an instance before it is given up. Times when it was given back unstarted do not
+    """How often a sample is given to an instance before it is given up. Times when it was given back in order do not
     count."""
     fleet_wait_s: Seconds = 60.0
     """How long after the first instance has registered the scheduler waits for the others (`generator.num_instances`)

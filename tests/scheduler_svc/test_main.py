@@ -18,6 +18,7 @@ from streamrl.v1.scheduler_pb2 import (
     INSTANCE_STATE_DRAINING,
     ClosedBatch,
     GetFleetRequest,
+    GivenBack,
     RegisterRequest,
 )
 from tests.scheduler_svc.scripted_peers import SchedulerProcess, free_address, wait_until
@@ -111,7 +112,7 @@ def test_what_a_draining_instance_gives_back_goes_to_the_other(start: Start) -> 
     samples = leaving.samples()
     leaving.drain(stopped=False)
     wait_until(lambda: scheduler.fleet().instances[0].state == INSTANCE_STATE_DRAINING)
-    leaving.say(draining=True, revoked=[key.to_proto() for key in samples])
+    leaving.say(draining=True, revoked=[GivenBack(id=key.to_proto()) for key in samples])
     wait_until(lambda: len(staying.samples()) == 8)
     leaving.drain(stopped=True)
 
