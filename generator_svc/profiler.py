@@ -1,8 +1,8 @@
 """How fast an engine is: measured with made-up requests, in a few seconds, before an instance registers.
 
-Steps are timed at several batch sizes with short contexts, then at one with long contexts, which says what a token in the
-cache costs; and a long prompt by itself. It is the engine's own figures that are read (`Engine.step_latencies`), those
-that heartbeats keep current later. What it leaves out: other load on the machine, and several engines that share it.
+Steps are timed at several batch sizes with short contexts, then at one with long contexts, which says what a token in
+the cache costs; and a long prompt by itself. It is the engine's own figures that are read (`Engine.step_latencies`),
+those that heartbeats keep current later. What it leaves out: other load on the machine, and engines that share it.
 """
 
 import asyncio

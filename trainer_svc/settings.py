@@ -307,7 +307,7 @@ class TrainerSettings(ServiceSettings):
         if data.extra_prompts and self.max_refill_prompts:
             raise ValueError(
                 f"data.extra_prompts is {data.extra_prompts}, and up to {self.max_refill_prompts} prompts of a batch "
-                "are replaced: which of the others are enough is not known before its end. Set trainer.max_refill_prompts "
+                "are replaced: which others are enough is not known before its end. Set trainer.max_refill_prompts "
                 "to 0, or leave data.extra_prompts at 0"
             )
         if trainer.steps_per_batch > data.prompts_per_batch:
