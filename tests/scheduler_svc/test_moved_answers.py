@@ -366,7 +366,7 @@ def check_rollout(rollout: Rollout) -> None:
 
 
 @pytest.mark.parametrize("swap", ["boundary", "in_flight"])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))])
 def test_every_answer_comes_out_once_and_whole(seed: int, swap: Swap) -> None:
     async def scenario() -> None:
         world = World(seed, swap)
@@ -396,7 +396,7 @@ def test_every_answer_comes_out_once_and_whole(seed: int, swap: Swap) -> None:
     run(scenario())
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
 def test_without_kills_nothing_is_generated_twice(seed: int) -> None:
     """However often answers move, and whatever is lost of what is said about it."""
 
