@@ -69,6 +69,9 @@ class Engine(Protocol):
     async def start(self, model_folder: Path, manifest: VersionManifest) -> SwitchReport:
         """Starts on the model's config (no weights in the folder) and loads the version that the manifest describes."""
 
+    async def start_unloaded(self, model_folder: Path) -> None:
+        """The same with made-up weights, which are as fast: for measurements."""
+
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Draws one answer. Cancelling the call aborts it inside the engine and frees its cache.
 

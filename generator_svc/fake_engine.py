@@ -106,11 +106,14 @@ class FakeEngine:
         self._timer: asyncio.TimerHandle | None = None
 
     async def start(self, model_folder: Path, manifest: VersionManifest) -> SwitchReport:
+        await self.start_unloaded(model_folder)
+        return await self.switch(manifest)
+
+    async def start_unloaded(self, model_folder: Path) -> None:
         config = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
         self._vocabulary = config["vocab_size"]
         self._alive = True
         self._instance.stand_until(self._now_s())
-        return await self.switch(manifest)
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         self._check_alive()

@@ -108,7 +108,7 @@ async def _start(
         engine=engine,
         first=first,
         limits=limits,
-        profile=await profile_of(engine, limits, settings.generator.profile_s),
+        profile=await profile_of(engine, limits, settings.generator.profile_s, settings.generator.profile),
     )
     await started.weights.loaded_first(first.manifest, report)
     return started

@@ -10,10 +10,12 @@ import logging
 import random
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from generator_svc.engine import Engine, GenerationRequest
 from generator_svc.sample import ModelLimits
 from generator_svc.step_latencies import StepSpeed
+from streamrl.engine_profile import from_file
 from streamrl.v1.scheduler_pb2 import EngineProfile, StepLatency
 
 logger = logging.getLogger(__name__)
@@ -124,12 +126,20 @@ class Profiler:
         return self._draws.choices(choice, k=count)
 
 
-async def profile_of(engine: Engine, limits: ModelLimits, seconds: float) -> EngineProfile | None:
+async def profile_of(
+    engine: Engine, limits: ModelLimits, seconds: float, saved: Path | None = None
+) -> EngineProfile | None:
     """What is known of an engine's speed, or measured; None: it was not to be measured.
 
+    Args:
+        saved: what was measured before.
+
     Raises:
+        ValueError: `saved` is no profile.
         EngineDiedError: as the engine.
     """
+    if saved is not None:
+        return from_file(saved)
     known = engine.known_profile()
     if known is not None or seconds <= 0:
         return known

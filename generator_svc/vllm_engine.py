@@ -62,8 +62,12 @@ class VllmEngine:
         self._launcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-launcher")
 
     async def start(self, model_folder: Path, manifest: VersionManifest) -> SwitchReport:
-        prepare_environment(self._settings)
         self._prefetcher.begin(manifest)
+        await self.start_unloaded(model_folder)
+        return await self.switch(manifest)
+
+    async def start_unloaded(self, model_folder: Path) -> None:
+        prepare_environment(self._settings)
         loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(self._launcher, self._launch, model_folder)
@@ -73,7 +77,6 @@ class VllmEngine:
         self.kv_cache_tokens = cache.num_gpu_blocks * cache.block_size
         # vLLM begins to watch its processes with the first request.
         await self.score([0, 0])
-        return await self.switch(manifest)
 
     def _launch(self, model_folder: Path) -> None:
         from vllm import AsyncEngineArgs
