@@ -38,7 +38,7 @@ $(BIN)/kubectl: tools/fetch_kubectl.py | $(VENV)/.installed-dev
 	-$(BIN)/python tools/fetch_kubectl.py $@
 
 test: $(VENV)/.installed-dev $(BIN)/kubectl
-	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 25 -m "not engine and not slow and not gpu"
+	$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 25 -m "not engine and not slow and not gpu"
 	$(BIN)/pytest --durations 10 -m "engine and not slow and not gpu"
 
 test-slow: $(VENV)/.installed-dev

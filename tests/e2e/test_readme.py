@@ -44,6 +44,7 @@ def test_every_file_that_the_readme_links_to_exists() -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ones_own_questions_and_reward_train_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_run: Callable[..., Any]

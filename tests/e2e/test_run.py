@@ -1,5 +1,6 @@
 """Runs with real engines, DeepSpeed, broker and gRPC: few, since each starts engines."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,28 @@ pytestmark = [pytest.mark.e2e, pytest.mark.engine, pytest.mark.timeout(420)]
 AddsUp = Callable[[dict[str, Any]], None]
 
 
-def test_async_training_learns_within_its_staleness_bound_and_is_tracked(
+def engine_worker_of(instance: int) -> psutil.Process | None:
+    """The process in which the engine of a generator computes."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(instance).children(recursive=True):
+            if "Worker" in child.name() + str(child.cmdline()):
+                return child
+    return None
+
+
+def test_async_training_learns_within_its_staleness_bound_and_outlives_an_engine_worker(
     start_run: Callable[..., Any], assert_adds_up: AddsUp, cluster: dict[str, Any]
 ) -> None:
-    run = start_run({**cluster, "trainer.num_iterations": 12, "eval.every": 0})
+    run = start_run({**cluster, "trainer.num_iterations": 12, "eval.every": 0, "scheduler.lease_s": 4})
+
+    def working_engine_worker() -> psutil.Process | None:
+        if run.iteration() >= 2:
+            for service in run.status()["services"]:
+                if service["service"] == "generator" and service["running"] > 8:
+                    return engine_worker_of(service["pid"])
+        return None
+
+    run.wait_until(working_engine_worker).kill()
     summary = run.finish()
     assert run.process.returncode == 0, run.log()
     assert_adds_up(summary)
@@ -27,6 +46,7 @@ def test_async_training_learns_within_its_staleness_bound_and_is_tracked(
     assert summary["eval"]["last"] >= 0.85
     assert summary["rollouts"]["trained"] == 12 * 32 * 8
     assert sum(summary["rollouts"]["dropped"].values()) == 0
+    assert summary["rollouts"]["redispatched"] > 0
     assert summary["staleness_max"] == 1
     assert run.left_behind() == []
 
@@ -45,7 +65,8 @@ def test_async_training_learns_within_its_staleness_bound_and_is_tracked(
     assert (final / "config.json").is_file() and (final / "tokenizer.json").is_file()
 
 
-def test_a_killed_engine_worker_loses_nothing_and_trainer_and_generator_agree(
+@pytest.mark.slow
+def test_a_killed_engine_worker_in_sync_loses_nothing_and_trainer_and_generator_agree(
     start_run: Callable[..., Any], assert_adds_up: AddsUp, cluster: dict[str, Any]
 ) -> None:
     run = start_run(
@@ -67,8 +88,7 @@ def test_a_killed_engine_worker_loses_nothing_and_trainer_and_generator_agree(
             return None
         for service in status["services"]:
             if service["service"] == "generator" and service["running"] and service["waiting"] > 20:
-                children = psutil.Process(service["pid"]).children(recursive=True)
-                return next((child for child in children if "Worker" in child.name() + str(child.cmdline())), None)
+                return engine_worker_of(service["pid"])
         return None
 
     run.wait_until(working_engine_worker).kill()

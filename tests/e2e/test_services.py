@@ -26,10 +26,7 @@ FAKE = {
 BATCH = 8 * 4
 
 
-# The mode sync is for every day with real engines (test_run.py).
-@pytest.mark.parametrize(
-    ("mode", "staleness_max"), [pytest.param("sync", 0, marks=pytest.mark.slow), ("async", 1), ("colocated", 0)]
-)
+@pytest.mark.parametrize(("mode", "staleness_max"), [("sync", 0), ("async", 1), ("colocated", 0)])
 def test_every_mode_trains_each_sample_once(
     start_run: Callable[..., Any], assert_adds_up: AddsUp, cluster: dict[str, Any], mode: str, staleness_max: int
 ) -> None:
@@ -109,6 +106,7 @@ def test_nothing_outlives_a_run_that_is_ended(start_run: Callable[..., Any], how
     assert list((Path(run.folder) / "checkpoints").iterdir()), "a run that is stopped in order has a checkpoint"
 
 
+@pytest.mark.slow
 def test_a_run_of_which_no_sample_can_be_scored_fails_with_the_reason(
     start_run: Callable[..., Any], tmp_path: Path
 ) -> None:

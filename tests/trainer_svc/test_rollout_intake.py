@@ -3,6 +3,7 @@
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 
 import pytest
 
@@ -17,6 +18,7 @@ from streamrl.v1.sample_pb2 import FINISH_REASON_STOP, LOGPROB_MODE_PROCESSED, V
 from trainer_svc.acceptance import Acceptance
 from trainer_svc.collector import Collector
 from trainer_svc.groups import AcceptanceRules
+from trainer_svc.rewards import RewardScore
 from trainer_svc.rollout_intake import RolloutIntake
 
 BATCH = BatchKey(PURPOSE_TRAIN, 4)
@@ -69,9 +71,11 @@ def take(topic: Topic) -> Iterator[Take]:
 
     def begin(topic_id: str = "", positions: dict[int, int] | None = None) -> Collector:
         rules = AcceptanceRules(attempt=2, max_staleness=1)
-        acceptance = Acceptance(rules, lambda *_: 1.0, shared_version=lambda _earlier: 4)
+        reward: Future[RewardScore] = Future()
+        reward.set_result(RewardScore(1.0, {}))
         collector = Collector(
-            acceptance,
+            Acceptance(rules, shared_version=lambda _earlier: 4),
+            score=lambda _prompt, _token_ids, _truncated: reward,
             report=lambda _outcome: None,
             dead_letter=lambda _record, _reason: None,
             refill=lambda _key: None,
