@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+from scheduler_svc.lengths import Foretold
 from streamrl.errors import RecordError
 from streamrl.identity import PURPOSE_EVALUATION, PURPOSE_TRAIN, BatchKey, SampleKey
 from streamrl.v1.records_pb2 import BatchEnd, Prompt
@@ -64,6 +65,10 @@ class Group:
     samples: list[Sample] = field(default_factory=list)
     lengths: tuple[float, ...] = ()
     """Forecast of an answer's length as of the last dispatch, at `forecast.LEVELS`."""
+    answers: list[tuple[int, bool]] = field(default_factory=list)
+    """Tokens of each accepted answer, and whether it was cut."""
+    foretold: Foretold | None = None
+    """What was expected of them when the first was dispatched."""
 
 
 @dataclass(slots=True, eq=False)

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from scheduler_svc.admission import batch_order, version_for
 from scheduler_svc.batches import Batch, SampleState
 from scheduler_svc.ledger import Ledger
+from scheduler_svc.recall import RecallFigures
 from scheduler_svc.registry import Life
-from streamrl.v1.scheduler_pb2 import BatchState, GetFleetResponse, Instance
+from streamrl.v1.scheduler_pb2 import BatchState, GetFleetResponse, Instance, LengthRecall
 
 
 def fleet_view(ledger: Ledger, now: float) -> GetFleetResponse:
@@ -22,6 +23,18 @@ def fleet_view(ledger: Ledger, now: float) -> GetFleetResponse:
         cut=ledger.samples.cut,
         cut_tokens=ledger.samples.cut_tokens,
         dead_letters=ledger.dead_letters + ledger.registry.dead_letters,
+        length_recall=_length_recall(ledger.samples.lengths.recall()),
+    )
+
+
+def _length_recall(figures: RecallFigures | None) -> LengthRecall | None:
+    if figures is None:
+        return None
+    return LengthRecall(
+        num_prompts=figures.num_prompts,
+        longest_fifth=figures.of_fifth,
+        longest_tenth=figures.of_tenth,
+        longest_twentieth=figures.of_twentieth,
     )
 
 

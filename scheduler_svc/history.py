@@ -71,6 +71,11 @@ class LengthHistory:
             self._ratios[round(math.log(num_tokens / last.earlier_mean) / _RATIO_STEP)] += 1
             self._factors = None
 
+    def last_mean(self, prompt_id: str) -> float | None:
+        """The mean length of a prompt's last answers; None: there are none."""
+        last = self._by_prompt.get(prompt_id)
+        return None if last is None else last.num_tokens / last.num_answers
+
     def expected_tokens(self, prompt_id: str, max_tokens: int) -> int:
         """The mean length of a prompt's last answers, else the median of all answers, else `max_tokens`.
 

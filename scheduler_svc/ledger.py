@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from scheduler_svc.admission import priority, version_for
 from scheduler_svc.balance import unstarted_to_move
 from scheduler_svc.batches import Batch, Sample
+from scheduler_svc.lengths import LengthEstimates
 from scheduler_svc.observed_latency import fleet_profiles
 from scheduler_svc.picture import Picture, Wish
 from scheduler_svc.registry import Life, Move, Registry
@@ -51,9 +52,17 @@ class Outgoing:
 class Ledger:
     """The state of one life of the scheduler."""
 
-    def __init__(self, settings: SchedulerSettings, *, incarnation: int, started_at: float) -> None:
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        *,
+        incarnation: int,
+        started_at: float,
+        lengths: LengthEstimates | None = None,
+    ) -> None:
         """
         Args:
+            lengths: None: nothing but the history tells lengths.
             started_at: instances of an earlier life of the scheduler, which this one does not know, were last answered
                 before then.
             incarnation: of this life of the scheduler, above those of earlier lives (Unix time in ms). Incarnations of
@@ -64,7 +73,9 @@ class Ledger:
         self.old_leases_end_at = started_at + settings.scheduler.lease_s
         """When no instance of an earlier life of the scheduler generates any more what it was given then."""
         self.samples = SampleBook(
-            max_dispatches=settings.scheduler.max_dispatches, max_staleness=settings.pipeline.max_staleness
+            max_dispatches=settings.scheduler.max_dispatches,
+            max_staleness=settings.pipeline.max_staleness,
+            lengths=lengths or LengthEstimates(),
         )
         self.registry = Registry(
             max_instances=settings.scheduler.max_instances,
@@ -332,7 +343,9 @@ class Ledger:
         self._open_fleet(len(lives), now)
         if not (lives and self.fleet_open and self.reported and now >= self.old_leases_end_at):
             return []
-        self.samples.admit(self.newest_weight_version)
+        if self.samples.lengths.take_refresh():
+            self.samples.look_again()
+        self.samples.admit(self.newest_weight_version, now)
         outgoing: list[Outgoing] = []
         for batch, groups in self.samples.take_ready():
             outgoing += self._dispatch_moved(batch, groups, lives)
@@ -348,6 +361,7 @@ class Ledger:
         deadlines = [self.registry.next_expiry(), None if self.fleet_open else self._fleet_deadline()]
         if now < self.old_leases_end_at:
             deadlines.append(self.old_leases_end_at)
+        deadlines.append(self.samples.lengths.next_deadline(now))
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def _fleet_deadline(self) -> float | None:
@@ -413,7 +427,7 @@ class Ledger:
             pieces += [self._piece(batch, index, [sample]) for sample in samples if sample.prefix is not None]
             if anew := [sample for sample in samples if sample.prefix is None]:
                 pieces.append(self._piece(batch, index, anew))
-        history, profiles = self.samples.history, fleet_profiles(lives)
+        lengths, profiles = self.samples.lengths, fleet_profiles(lives)
         shares = plan(
             self.settings.scheduler.dispatch,
             pieces,
@@ -421,8 +435,8 @@ class Ledger:
                 InstanceLoad(life.name, life.request.max_running, life.outstanding_tokens, profiles.get(life.name))
                 for life in lives
             ],
-            length_p50=history.recent_quantile(0.5),
-            length_p90=history.recent_quantile(0.9),
+            length_p50=lengths.history.recent_quantile(0.5),
+            length_p90=lengths.history.recent_quantile(0.9),
             seed=sample_seed(self.settings.run.seed, SampleKey(*batch.key, 0, 0)),
         )
         return [
@@ -433,14 +447,16 @@ class Ledger:
 
     def _piece(self, batch: Batch, index: int, samples: Sequence[Sample]) -> Piece:
         """Samples of a group, as a plan takes them."""
-        group, history = batch.groups[index], self.samples.history
+        group, lengths = batch.groups[index], self.samples.lengths
+        if group.foretold is None:
+            group.foretold = lengths.foretell(group.prompt)
         prompt_id, max_tokens = group.prompt.prompt_id, group.prompt.sampling.max_tokens
-        group.lengths = history.forecast(prompt_id, max_tokens)
+        group.lengths = lengths.forecast(prompt_id, max_tokens)
         there = max(sample.tokens_there for sample in samples)
         return Piece(
             index,
             tuple(sample.key.sample for sample in samples),
-            min(max(history.expected_tokens(prompt_id, max_tokens), there + 1), max_tokens),
+            min(max(lengths.expected_tokens(prompt_id, max_tokens), there + 1), max_tokens),
             lengths=group.lengths,
             prompt_tokens=len(group.prompt.token_ids) + there,
         )

@@ -1,13 +1,17 @@
 """Entry of scheduler_svc: connects the ledger's loop with Kafka, its server and weights_svc, and ends them in order."""
 
 import asyncio
+import importlib.util
 import logging
 import time
 from collections.abc import Awaitable
 from contextlib import AsyncExitStack
 
 from scheduler_svc.control_servicer import SchedulerServicer
+from scheduler_svc.known_lengths import read_known_lengths
 from scheduler_svc.ledger import Ledger
+from scheduler_svc.lengths import LengthEstimates
+from scheduler_svc.ranker.process import RankerProcess
 from scheduler_svc.schedule_loop import ScheduleLoop
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.version_watch import watch_versions
@@ -20,6 +24,9 @@ from streamrl.rpc.server import Server
 from streamrl.v1.scheduler_pb2_grpc import add_SchedulerServiceServicer_to_server
 
 logger = logging.getLogger(__name__)
+
+RANKER_FOLDER = "ranker"
+"""In the run's folder."""
 
 SERVICE_NAME = "streamrl.v1.SchedulerService"
 
@@ -38,8 +45,10 @@ async def serve(settings: SchedulerSettings, instance: str, stop: asyncio.Event)
     topics = Topics(settings.run.id)
     await asyncio.to_thread(create_topics, connection, topics, settings.scheduler.max_instances)
 
+    lengths = LengthEstimates(known_lengths=_known_lengths(settings), uses_ranker=_uses_ranker(settings))
     # Unix time in ms: above that of every earlier life, also above the incarnations that it gave out.
-    ledger = Ledger(settings, incarnation=time.time_ns() // 1_000_000, started_at=time.monotonic())
+    incarnation = time.time_ns() // 1_000_000
+    ledger = Ledger(settings, incarnation=incarnation, started_at=time.monotonic(), lengths=lengths)
     async with AsyncExitStack() as at_end:
         producer = RecordProducer(connection)
         at_end.push_async_callback(asyncio.to_thread, producer.close)
@@ -50,11 +59,24 @@ async def serve(settings: SchedulerSettings, instance: str, stop: asyncio.Event)
         at_end.push_async_callback(server.stop)
         reading, broken = _read_prompts(RecordReader(connection, topics.prompts, all_partitions(1)), loop)
         at_end.push_async_callback(asyncio.to_thread, reading.close)
+        ranker = RankerProcess(
+            lengths,
+            settings.run.folder / RANKER_FOLDER,
+            settings.scheduler.ranker_base_model,
+            settings.run.seed,
+            loop.wake,
+        )
+
+        def after_round() -> None:
+            servicer.tell()
+            ranker.look()
+
         await _first_of(
             stop.wait(),
             broken,
-            loop.run(servicer.tell),
+            loop.run(after_round),
             loop.watch_progress(),
+            *([ranker.run()] if lengths.uses_ranker else []),
             watch_versions(settings.rpc, settings.run.id, instance, loop.take_version),
         )
 
@@ -90,6 +112,24 @@ async def _first_of(*awaitables: Awaitable[object]) -> None:
         task.result()
 
 
+def _known_lengths(settings: SchedulerSettings) -> dict[str, list[float]]:
+    file = settings.scheduler.length_file
+    return {} if file is None else read_known_lengths(file)
+
+
+def _uses_ranker(settings: SchedulerSettings) -> bool:
+    if settings.scheduler.length_model != "ranker":
+        return False
+    if importlib.util.find_spec("torch") is None:
+        logger.warning("PyTorch is not installed here: lengths are foretold from earlier answers to a prompt alone")
+        return False
+    return True
+
+
+def _check(settings: SchedulerSettings) -> None:
+    _known_lengths(settings)
+
+
 def main() -> int:
     """`python -m scheduler_svc SETTINGS.json`."""
-    return service.main(service.Service("scheduler_svc", SchedulerSettings, serve))
+    return service.main(service.Service("scheduler_svc", SchedulerSettings, serve, _check))

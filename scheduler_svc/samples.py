@@ -14,7 +14,7 @@ import logging
 
 from scheduler_svc.admission import batch_order
 from scheduler_svc.batches import Batch, Group, Sample, SampleState, batch_key, check_prompt
-from scheduler_svc.history import LengthHistory
+from scheduler_svc.lengths import LengthEstimates
 from scheduler_svc.registry import Life
 from streamrl.errors import RecordError
 from streamrl.identity import PURPOSE_TRAIN, BatchKey, SampleKey
@@ -28,13 +28,13 @@ logger = logging.getLogger(__name__)
 class SampleBook:
     """The open batches and their samples."""
 
-    def __init__(self, *, max_dispatches: int, max_staleness: int) -> None:
+    def __init__(self, *, max_dispatches: int, max_staleness: int, lengths: LengthEstimates) -> None:
         self._max_dispatches = max_dispatches
         self._max_staleness = max_staleness
         self.batches: dict[BatchKey, Batch] = {}
         """Those that are not closed."""
         self.closed: set[BatchKey] = set()
-        self.history = LengthHistory()
+        self.lengths = lengths
         self.redispatched = 0
         """Train samples given to an instance a second or later time."""
         self.moved = 0
@@ -67,6 +67,7 @@ class SampleBook:
         group = batch.add(prompt)
         if group is None:
             return
+        self.lengths.take_prompt(prompt)
         if early := self._early.get(key):
             for sample in group.samples:
                 if outcome := early.pop(sample.key, None):
@@ -126,12 +127,15 @@ class SampleBook:
             if not accepted and (num_tokens := sample.owner.tokens_there.get(sample.key, 0)):
                 self.cut += 1
                 self.cut_tokens += num_tokens
+                # It would have been longer: what is known of lengths must not forget the longest answers.
+                group.answers.append((num_tokens, True))
             self._take_from_owner(batch, sample)
         batch.abandoned.pop(sample.key, None)
         sample.prefix = None
         batch.move(sample, SampleState.ACCEPTED if accepted else SampleState.DROPPED)
         if accepted and outcome.num_tokens > 0:
-            self.history.observe(group.prompt.prompt_id, batch.key.batch, outcome.num_tokens)
+            group.answers.append((outcome.num_tokens, outcome.truncated))
+            self.lengths.history.observe(group.prompt.prompt_id, batch.key.batch, outcome.num_tokens)
 
     def close(self, key: BatchKey) -> None:
         """Forgets a batch; what is still at work on it is told to stop."""
@@ -146,6 +150,8 @@ class SampleBook:
                 if sample.owner is not None:
                     sample.owner.revoke(sample.key)
                     self._take_from_owner(batch, sample)
+            if group.answers and not key.is_evaluation:
+                self.lengths.take_answers(group.prompt, key.batch, group.answers, group.foretold)
 
     # Ownership.
 
@@ -224,14 +230,24 @@ class SampleBook:
 
     # What waits.
 
-    def admit(self, newest_weight_version: int | None) -> None:
-        """Makes ready what may start with a version."""
+    def look_again(self) -> None:
+        """Has the lengths of all that waits to be admitted estimated anew."""
+        for batch in self.batches.values():
+            for index in batch.unplanned:
+                self.lengths.take_prompt(batch.groups[index].prompt)
+
+    def admit(self, newest_weight_version: int | None, now: float) -> None:
+        """Makes ready what may start with a version. A batch waits a moment for estimates that are about to come."""
         while self._to_admit and newest_weight_version is not None:
             (required, _, _), key = self._to_admit[0]
             if required > newest_weight_version:
                 return
-            heapq.heappop(self._to_admit)
             batch = self.batches.get(key)
+            if batch is not None and any(
+                self.lengths.awaits(batch.groups[index].prompt.prompt_id, now) for index in batch.unplanned
+            ):
+                return
+            heapq.heappop(self._to_admit)
             if batch is None or not batch.whole or not batch.unplanned:
                 continue
             ready = self._ready.setdefault(key, {})

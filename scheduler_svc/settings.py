@@ -1,8 +1,9 @@
 """Settings of scheduler_svc."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from streamrl.planning.dispatch import named_policy
 from streamrl.settings import FleetView, PositiveInt, Seconds, ServiceSettings
@@ -19,6 +20,16 @@ class SchedulerSection(FleetView):
     longest_first: the longest expected answers first, each to the instance that would be done with it earliest.
     round_robin: the longest first, dealt in turn. paper, paper_max: Algorithm 2 of the StreamRL paper, with the sum or
     the maximum of its two latencies. random: any instance, in the order of the batch."""
+    length_model: Literal["ranker", "history", "oracle"] = "ranker"
+    """What foretells how long answers will be. ranker: a small model that learns it from this run's own answers, beside
+    the scheduler at the lowest priority, and what earlier answers to the same prompt were; it needs PyTorch. history:
+    earlier answers alone. oracle: `length_file` knows it."""
+    ranker_base_model: str = ""
+    """Folder or hub name of a causal language model that the ranker stands on; it must have the policy's tokens, and
+    should be small. Empty: a network of two narrow layers, made from scratch, which a processor core trains."""
+    length_file: Path | None = None
+    """For length_model = "oracle": a JSON object, prompt ids to the length of an answer in tokens, or a list of such.
+    For replays, and to see what perfect forecasts bring. Prompts that it lacks are foretold from their history."""
     moves: Literal["running", "waiting", "none"] = "running"
     """What may go from one instance to another after it was dispatched, when the batch is expected to be over earlier
     so. running: answers that have begun too: they go on elsewhere with the tokens that they have, which the other
@@ -35,6 +46,20 @@ class SchedulerSection(FleetView):
     def _known_policy(cls, value: str) -> str:
         named_policy(value)
         return value
+
+    @model_validator(mode="after")
+    def _length_model_has_what_it_needs(self) -> "SchedulerSection":
+        if (self.length_model == "oracle") != (self.length_file is not None):
+            raise ValueError(
+                f"scheduler.length_file is {self.length_file} with scheduler.length_model {self.length_model!r}: "
+                'expected a file with "oracle", and none else'
+            )
+        if self.ranker_base_model and self.length_model != "ranker":
+            raise ValueError(
+                f"scheduler.ranker_base_model is set with scheduler.length_model {self.length_model!r}: expected "
+                '"ranker"'
+            )
+        return self
 
     @property
     def heartbeat_interval_s(self) -> float:

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 
-def replace_file(path: Path, text: str, *, mode: int = 0o644, flush: bool = False) -> None:
+def replace_file(path: Path, content: str | bytes, *, mode: int = 0o644, flush: bool = False) -> None:
     """Writes a file anew. When that fails, the old one stands, and nothing is left beside it.
 
     Args:
@@ -15,10 +15,11 @@ def replace_file(path: Path, text: str, *, mode: int = 0o644, flush: bool = Fals
     Raises:
         OSError: it could not be written.
     """
+    data = content.encode() if isinstance(content, str) else content
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as file:
-            file.write(text)
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+            file.write(data)
             if flush:
                 file.flush()
                 os.fsync(file.fileno())

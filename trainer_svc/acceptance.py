@@ -252,7 +252,9 @@ class Acceptance:
         if key.purpose == PURPOSE_TRAIN:
             batch.samples[key] = _train_sample(answer, batch.prompts[key.group].token_ids)
             batch.arrived.append(batch.samples[key])
-        return self._resolve(batch, key, _outcome(key, OUTCOME_ACCEPTED, num_tokens=num_tokens))
+        outcome = _outcome(key, OUTCOME_ACCEPTED, num_tokens=num_tokens)
+        outcome.truncated = answer.truncated
+        return self._resolve(batch, key, outcome)
 
     def abandon(self, key: SampleKey, reason: str) -> SampleOutcome | None:
         """The scheduler says that a sample will not come. Returns what to confirm; None when there is nothing to."""

@@ -112,6 +112,14 @@ FIGURES: tuple[Figure, ...] = (
     Figure("fleet/waiting", "sequences", "sequences that wait in front of them"),
     Figure("fleet/moved", "samples", "answers so far that went on on another instance after they had begun"),
     Figure("fleet/moved_tokens", "tokens", "tokens that they had, which the other instance computed again as a prompt"),
+    Figure(
+        "ranker/recall_longest_20",
+        "share",
+        "of the longest 20 % of new prompts, what was foretold to be among them (`scheduler.length_model`); over the "
+        "last 512 that the ranker had learned nothing of, as the next two",
+    ),
+    Figure("ranker/recall_longest_10", "share", "of the longest 10 %"),
+    Figure("ranker/recall_longest_5", "share", "of the longest 5 %"),
 )
 
 

@@ -62,6 +62,18 @@ def fleet_size_figures(fleet: GetFleetResponse) -> dict[str, float]:
     }
 
 
+def length_figures(fleet: GetFleetResponse) -> dict[str, float]:
+    """How well the scheduler's length ranker foretells new prompts; nothing as long as it does not know."""
+    if not fleet.HasField("length_recall"):
+        return {}
+    recall = fleet.length_recall
+    return {
+        "ranker/recall_longest_20": recall.longest_fifth,
+        "ranker/recall_longest_10": recall.longest_tenth,
+        "ranker/recall_longest_5": recall.longest_twentieth,
+    }
+
+
 def weight_figures(versions: ListVersionsResponse) -> dict[str, float]:
     """Traffic so far, and how the instances' last switches went."""
     instances = [receiver for receiver in versions.receivers if not receiver.serving_address]  # the others are relays

@@ -14,7 +14,7 @@ from streamrl.v1.scheduler_pb2 import GetFleetRequest, GetFleetResponse
 from streamrl.v1.scheduler_pb2_grpc import SchedulerServiceStub
 from streamrl.v1.weights_pb2 import ListVersionsRequest, ListVersionsResponse
 from streamrl.v1.weights_pb2_grpc import WeightsServiceStub
-from trainer_svc.fleet_figures import BusyMeter, fleet_size_figures, weight_figures
+from trainer_svc.fleet_figures import BusyMeter, fleet_size_figures, length_figures, weight_figures
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,7 @@ class FleetWatch:
             return {
                 "idle/generator": self._meter.idle_share,
                 **fleet_size_figures(self._fleet),
+                **length_figures(self._fleet),
                 **weight_figures(self._versions),
             }
 

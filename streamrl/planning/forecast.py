@@ -4,6 +4,7 @@ A forecast says, for each answer, at which lengths certain shares of the probabi
 to be even. Answers that are under way are longer than what is there: `given` says what that leaves.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -155,3 +156,13 @@ class LengthForecast:
         squares = np.where(overdue, more**2, squares)
         risk = np.where(overdue, 2 * more, np.maximum(risk - there[:, 0], 0.0))
         return Remaining(mean, mean * (there[:, 0] + prompt_tokens) + squares / 2, risk)
+
+
+def mean_length(lengths: Sequence[float]) -> float:
+    """The mean of one answer's distribution, in tokens.
+
+    Args:
+        lengths: at `LEVELS`.
+    """
+    pieces = zip(itertools.pairwise(lengths), itertools.pairwise(LEVELS), strict=True)
+    return sum((low + high) / 2 * (to - since) for (low, high), (since, to) in pieces)

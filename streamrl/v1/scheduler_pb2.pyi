@@ -536,6 +536,7 @@ class SampleOutcome(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     DISPATCH_FIELD_NUMBER: builtins.int
+    TRUNCATED_FIELD_NUMBER: builtins.int
     outcome: global___Outcome.ValueType
     num_tokens: builtins.int
     """Length of the answer, for the history of its prompt."""
@@ -545,6 +546,8 @@ class SampleOutcome(google.protobuf.message.Message):
     that a report that comes twice or late harms nobody. 0: taken to be of the present one.
     """
     dispatch: builtins.int
+    truncated: builtins.bool
+    """The answer was cut at its limit: it would have been longer than num_tokens."""
     @property
     def id(self) -> streamrl.v1.sample_pb2.SampleId: ...
     def __init__(
@@ -556,9 +559,10 @@ class SampleOutcome(google.protobuf.message.Message):
         reason: builtins.str = ...,
         incarnation: builtins.int = ...,
         dispatch: builtins.int = ...,
+        truncated: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["id", b"id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["dispatch", b"dispatch", "id", b"id", "incarnation", b"incarnation", "num_tokens", b"num_tokens", "outcome", b"outcome", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dispatch", b"dispatch", "id", b"id", "incarnation", b"incarnation", "num_tokens", b"num_tokens", "outcome", b"outcome", "reason", b"reason", "truncated", b"truncated"]) -> None: ...
 
 global___SampleOutcome = SampleOutcome
 
@@ -768,6 +772,7 @@ class GetFleetResponse(google.protobuf.message.Message):
     DEAD_LETTERS_FIELD_NUMBER: builtins.int
     MOVED_FIELD_NUMBER: builtins.int
     MOVED_TOKENS_FIELD_NUMBER: builtins.int
+    LENGTH_RECALL_FIELD_NUMBER: builtins.int
     CUT_FIELD_NUMBER: builtins.int
     CUT_TOKENS_FIELD_NUMBER: builtins.int
     newest_weight_version: builtins.int
@@ -787,6 +792,10 @@ class GetFleetResponse(google.protobuf.message.Message):
     def waits(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Sentences: "batch 4 waits for version 3"."""
 
+    @property
+    def length_recall(self) -> global___LengthRecall:
+        """How well the length ranker foretells new prompts; absent until enough of them were answered."""
+
     def __init__(
         self,
         *,
@@ -798,11 +807,44 @@ class GetFleetResponse(google.protobuf.message.Message):
         dead_letters: builtins.int = ...,
         moved: builtins.int = ...,
         moved_tokens: builtins.int = ...,
+        length_recall: global___LengthRecall | None = ...,
         cut: builtins.int = ...,
         cut_tokens: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_newest_weight_version", b"_newest_weight_version", "newest_weight_version", b"newest_weight_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_newest_weight_version", b"_newest_weight_version", "batches", b"batches", "cut", b"cut", "cut_tokens", b"cut_tokens", "dead_letters", b"dead_letters", "instances", b"instances", "moved", b"moved", "moved_tokens", b"moved_tokens", "newest_weight_version", b"newest_weight_version", "redispatched", b"redispatched", "waits", b"waits"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_length_recall", b"_length_recall", "_newest_weight_version", b"_newest_weight_version", "length_recall", b"length_recall", "newest_weight_version", b"newest_weight_version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_length_recall", b"_length_recall", "_newest_weight_version", b"_newest_weight_version", "batches", b"batches", "cut", b"cut", "cut_tokens", b"cut_tokens", "dead_letters", b"dead_letters", "instances", b"instances", "length_recall", b"length_recall", "moved", b"moved", "moved_tokens", b"moved_tokens", "newest_weight_version", b"newest_weight_version", "redispatched", b"redispatched", "waits", b"waits"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_length_recall", b"_length_recall"]) -> typing.Literal["length_recall"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_newest_weight_version", b"_newest_weight_version"]) -> typing.Literal["newest_weight_version"] | None: ...
 
 global___GetFleetResponse = GetFleetResponse
+
+@typing.final
+class LengthRecall(google.protobuf.message.Message):
+    """Of the longest answers, the share that was foretold to be among as many of the longest, over the last prompts that
+    the ranker had learned nothing of when they were dispatched.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUM_PROMPTS_FIELD_NUMBER: builtins.int
+    LONGEST_FIFTH_FIELD_NUMBER: builtins.int
+    LONGEST_TENTH_FIELD_NUMBER: builtins.int
+    LONGEST_TWENTIETH_FIELD_NUMBER: builtins.int
+    num_prompts: builtins.int
+    longest_fifth: builtins.float
+    """Of the longest 20, 10 and 5 %, 0 to 1."""
+    longest_tenth: builtins.float
+    longest_twentieth: builtins.float
+    def __init__(
+        self,
+        *,
+        num_prompts: builtins.int = ...,
+        longest_fifth: builtins.float = ...,
+        longest_tenth: builtins.float = ...,
+        longest_twentieth: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["longest_fifth", b"longest_fifth", "longest_tenth", b"longest_tenth", "longest_twentieth", b"longest_twentieth", "num_prompts", b"num_prompts"]) -> None: ...
+
+global___LengthRecall = LengthRecall

