@@ -21,6 +21,7 @@ from streamrl.v1.scheduler_pb2 import EngineProfile, StepLatency
 logger = logging.getLogger(__name__)
 
 _SHORT_PROMPT = 8
+"""Tokens; fewer where the model takes very few."""
 _FEWEST_STEPS, _MOST_STEPS = 8, 64
 _LONGEST_CONTEXT = 2048
 _NOISE = 0.03
@@ -39,6 +40,8 @@ class Profiler:
         self._limits = limits
         self._until = time.monotonic() + seconds
         self._round_s = seconds / 6
+        self._short_prompt = max(1, min(_SHORT_PROMPT, limits.max_model_len // 4))
+        self._most_steps = max(1, min(_MOST_STEPS, limits.max_model_len // 2))
         self._draws = random.Random(0)
         self._count = 0
 
@@ -49,12 +52,12 @@ class Profiler:
         """
         size = self._engine.max_running
         # The first steps of an engine are slow: they say how many there is time for.
-        await self._run(1, _SHORT_PROMPT, _FEWEST_STEPS)
+        await self._run(1, self._short_prompt, min(_FEWEST_STEPS, self._most_steps))
         measured: dict[int, StepSpeed] = {}
         for batch_size in [1, size, *(2**bits for bits in range(2, size.bit_length(), 2) if 2**bits < size)]:
             if batch_size not in measured and (batch_size in (1, size) or time.monotonic() < self._until):
                 last_s = max((speed.latency_s for speed in measured.values()), default=0.0)
-                measured[batch_size] = await self._run(batch_size, _SHORT_PROMPT, self._num_steps(last_s))
+                measured[batch_size] = await self._run(batch_size, self._short_prompt, self._num_steps(last_s))
         prefill_token_s = await self._prefill(measured[1].latency_s)
         held_token_s = await self._held(measured[size], prefill_token_s)
         logger.info(
@@ -73,7 +76,8 @@ class Profiler:
         )
 
     def _num_steps(self, step_s: float) -> int:
-        return _MOST_STEPS if not step_s else max(_FEWEST_STEPS, min(int(self._round_s / step_s), _MOST_STEPS))
+        affordable = int(self._round_s / step_s) if step_s else _MOST_STEPS
+        return min(max(_FEWEST_STEPS, affordable), self._most_steps)
 
     async def _prefill(self, step_s: float) -> float:
         """Seconds of a token of a prompt."""
@@ -93,7 +97,8 @@ class Profiler:
         return slower_s / more_held if more_held > 0 and slower_s > _NOISE * short.latency_s else 0.0
 
     def _context(self, tokens: float) -> int:
-        return int(max(_SHORT_PROMPT, min(tokens, self._limits.max_model_len - _MOST_STEPS - 1, _LONGEST_CONTEXT)))
+        longest = min(self._limits.max_model_len - self._most_steps - 1, _LONGEST_CONTEXT)
+        return int(max(self._short_prompt, min(tokens, longest)))
 
     async def _run(self, batch_size: int, prompt_tokens: int, num_steps: int) -> StepSpeed:
         """The steps of full batches."""

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from generator_svc.engine import GenerationRequest, GenerationResult
 from generator_svc.fake_engine import FakeEngine
 from generator_svc.profiler import Profiler, profile_of
 from generator_svc.sample import ModelLimits
@@ -42,6 +43,23 @@ def test_steps_held_context_and_prompts_are_found() -> None:
     assert profile.held_token_s == pytest.approx(2e-6, rel=0.3)
     # By the clock, so a busy machine makes it longer.
     assert profile.prefill_token_s > 1.5e-5
+
+
+@pytest.mark.parametrize("max_model_len", [4, 9, 64, 200])
+def test_no_request_is_longer_than_the_model_takes(max_model_len: int) -> None:
+    longest = 0
+
+    class Watched(AnyEngine):
+        async def generate(self, request: GenerationRequest) -> GenerationResult:
+            nonlocal longest
+            longest = max(longest, len(request.prompt_token_ids) + request.max_tokens)
+            return await super().generate(request)
+
+    async def measure() -> EngineProfile:
+        return await Profiler(Watched(), ModelLimits(max_model_len, 100), 0.1).measure()
+
+    assert asyncio.run(measure()).steps
+    assert 0 < longest <= max_model_len
 
 
 def test_what_costs_nothing_is_found_to_cost_nothing() -> None:
