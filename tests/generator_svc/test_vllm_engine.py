@@ -15,6 +15,8 @@ import pytest
 
 from generator_svc.answer_prefix import Prefix
 from generator_svc.engine import GenerationRequest, GenerationResult
+from generator_svc.profiler import Profiler
+from generator_svc.sample import ModelLimits
 from generator_svc.vllm_engine import VllmEngine
 from generator_svc.vllm_settings import VllmSettings
 from generator_svc.weight_fetcher import WeightSource
@@ -336,6 +338,19 @@ def test_steps_are_measured_by_batch_size(lab: Lab) -> None:
     assert sum(steps.num_steps for steps in measured) >= 39
     assert all(steps.latency_s > 0 and steps.held_tokens > 0 for steps in measured)
     assert lab.engine.step_latencies() == []
+
+
+def test_an_engine_is_measured_by_made_up_requests(lab: Lab) -> None:
+    lab.load(0)
+    profile = lab.run(Profiler(lab.engine, ModelLimits(MAX_MODEL_LEN, 133), 2.0).measure())
+    assert {1, 16} <= {step.batch_size for step in profile.steps}
+    assert all(step.latency_s > 0 for step in profile.steps)
+    assert profile.prefill_token_s > 0
+    assert profile.held_token_s >= 0
+    # It leaves nothing behind.
+    result = lab.run(lab.engine.generate(request(1)))
+    lab.assert_agrees(request(1), result)
+    assert lab.engine.running() == 0
 
 
 def test_kept_caches_stay_with_the_answers_that_have_begun(keeping_lab: Lab) -> None:
