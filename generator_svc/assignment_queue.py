@@ -120,9 +120,6 @@ class AssignmentQueue:
         self._stop(sample)
         return self._end(sample, _End.GIVEN_BACK)
 
-    def runs(self, key: SampleKey) -> bool:
-        return key in self._running
-
     def given_back_dispatch(self, key: SampleKey) -> int:
         """The dispatch of a sample that was given back."""
         return self._ended[key][0]

@@ -115,18 +115,20 @@ class GenerateLoop:
 
     def hand_over(self, keys: Iterable[SampleKey]) -> None:
         """The scheduler has a better place for these, begun or not: what there is of them goes along."""
-        wanted = list(keys)
-        for key in wanted:
-            if self._queue.runs(key) and key not in self._interrupting:
-                self._interrupting[key] = asyncio.create_task(self._interrupt(key))
-        self.revoke([key for key in wanted if not self._queue.runs(key)])
+        wanted = set(keys)
+        running = [sample for sample in self._queue.running if sample.key in wanted]
+        for sample in running:
+            if sample.key not in self._interrupting:
+                self._interrupting[sample.key] = asyncio.create_task(self._interrupt(sample))
+        self.revoke(sorted(wanted - {sample.key for sample in running}))
 
     def revoke_unstarted(self, keys: Iterable[SampleKey]) -> None:
         """The scheduler has a better place for these, if they have not begun."""
         begun = {sample.key for sample in self._queue.running} - {sample.key for sample in self._unstarted()}
         wanted = list(keys)
         self.answers.not_revoked(key for key in wanted if key in begun)
-        self.revoke([key for key in wanted if key not in begun])
+        # Of one that has begun after all, what there is goes along.
+        self.hand_over([key for key in wanted if key not in begun])
         self._say_now()
 
     def announce(self, weight_version: int) -> None:
@@ -152,15 +154,14 @@ class GenerateLoop:
         self.standstill.resume()
         unstarted = self._unstarted()
         waiting = self._queue.give_back_waiting()
-        self.revoke(sample.key for sample in unstarted)
+        self.hand_over([sample.key for sample in unstarted])
         for sample in waiting:
             self.answers.given_back(sample.key, sample.dispatch)
         logger.info("draining: %d samples run on, %d are given back", len(self._tasks), len(waiting) + len(unstarted))
         self._say_now()
 
     def _unstarted(self) -> list[Sample]:
-        """Samples that the engine has and has not begun. An estimate: it begins them by priority. One that had begun
-        and is given back is drawn again, by whoever gets it, as if it had not."""
+        """Samples that the engine has and has not begun. An estimate: it begins them by priority."""
         return sorted(self._queue.running, key=lambda sample: sample.priority)[self._engine.running() :]
 
     async def nothing_runs(self) -> None:
@@ -281,14 +282,14 @@ class GenerateLoop:
         self._say_now()
         self._changed.set()
 
-    async def _interrupt(self, key: SampleKey) -> None:
+    async def _interrupt(self, sample: Sample) -> None:
+        # One that the engine does not have yet is left alone: the scheduler asks again.
         try:
-            (sample,) = (running for running in self._queue.running if running.key == key)
             await self._engine.interrupt(self._request_id(sample))
         except EngineDiedError:
             pass  # whoever waits for an answer of it says so
         finally:
-            self._interrupting.pop(key, None)
+            self._interrupting.pop(sample.key, None)
 
     def _request_id(self, sample: Sample) -> str:
         return f"{self._outbox.incarnation}/{sample.key}/{sample.dispatch}"

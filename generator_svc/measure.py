@@ -37,7 +37,8 @@ async def measure(settings: GeneratorSettings, model_folder: Path) -> dict[str, 
         profile = await profile_of(engine, limits, settings.generator.profile_s)
     finally:
         await engine.stop()
-    assert profile is not None, "it was asked for"
+    if profile is None:
+        raise ValueError("the engine does not take the requests that it would be measured with; its log says why")
     return {
         "model": settings.model.path,
         "engine": settings.generator.engine,

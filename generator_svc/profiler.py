@@ -134,7 +134,7 @@ class Profiler:
 async def profile_of(
     engine: Engine, limits: ModelLimits, seconds: float, saved: Path | None = None
 ) -> EngineProfile | None:
-    """What is known of an engine's speed, or measured; None: it was not to be measured.
+    """What is known of an engine's speed, or measured; None: it was not to be, or could not be measured.
 
     Args:
         saved: what was measured before.
@@ -148,4 +148,9 @@ async def profile_of(
     known = engine.known_profile()
     if known is not None or seconds <= 0:
         return known
-    return await Profiler(engine, limits, seconds).measure()
+    try:
+        return await Profiler(engine, limits, seconds).measure()
+    except ValueError as error:
+        # Work goes on without: planning has other ways to know.
+        logger.warning("the engine could not be measured: %s", error)
+        return None

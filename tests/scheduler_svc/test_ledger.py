@@ -394,7 +394,7 @@ def test_after_a_restart_only_what_is_still_wanted_is_dispatched() -> None:
     scene.end(1, 2)
     scene.batch(0)
     assert _samples(scene.advance()) == [_key(1, 0, 1), _key(1, 1, 0)]
-    assert scene.ledger.samples.history.expected_tokens("p0", 100) == 9
+    assert scene.ledger.samples.lengths.history.expected_tokens("p0", 100) == 9
 
 
 def test_samples_wait_when_no_instance_is_live_and_go_to_the_next_one() -> None:
