@@ -25,7 +25,7 @@ from benchmarks.result import Cell, Result
 from streamrl.planning.completion import Work
 from streamrl.planning.forecast import Array, LengthForecast
 from streamrl.planning.makespan import FleetMember, plan_makespan
-from streamrl.planning.moves import choose_moves
+from streamrl.planning.moves import Rules, choose_moves
 from streamrl.planning.profile import InstanceProfile
 from streamrl.planning.simulated_fleet import SimulatedFleet, makespan_s, run
 from streamrl.planning.simulated_instance import SimulatedSequence
@@ -198,7 +198,7 @@ def _ours(setup: Setup, lengths: NDArray[np.int64], forecast: LengthForecast) ->
 
     def look(fleet: SimulatedFleet) -> None:
         keys, standing = _standing(fleet, forecast, expected)
-        for move in choose_moves(standing, profiles, transfer_s=TRANSFER_S):
+        for move in choose_moves(standing, profiles, Rules(transfer_s=TRANSFER_S)):
             fleet.move(keys[move.answer], int(standing.instance[move.answer]), move.target)
 
     most_s, least_s = plan.expected_s / NUM_LOOKS, plan.expected_s / (8 * NUM_LOOKS)

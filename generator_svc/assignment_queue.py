@@ -111,6 +111,19 @@ class AssignmentQueue:
         self._stop(sample)
         return self._end(sample, _End.SENT)
 
+    def hand_over(self, sample: Sample) -> int:
+        """A running sample goes on elsewhere.
+
+        Returns:
+            The dispatch that ends so.
+        """
+        self._stop(sample)
+        return self._end(sample, _End.GIVEN_BACK)
+
+    def given_back_dispatch(self, key: SampleKey) -> int:
+        """The dispatch of a sample that was given back."""
+        return self._ended[key][0]
+
     def revoke(self, key: SampleKey) -> Revocation:
         """The scheduler wants a sample back. Repeating it is harmless."""
         if (sample := self._waiting_by_key.get(key)) is not None:

@@ -4,10 +4,12 @@ An engine holds one weight version, admits requests by priority and answers each
 nothing of Kafka, batches or leases.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
+from generator_svc.step_latencies import StepSpeed
+from streamrl.v1.scheduler_pb2 import EngineProfile
 from streamrl.v1.weights_pb2 import VersionManifest
 
 
@@ -23,18 +25,20 @@ class GenerationRequest:
     seed: int
     priority: int
     """Lower is admitted first."""
+    prefix_token_ids: list[int] = field(default_factory=list)
+    """The answer's first tokens, which another engine has drawn; `max_tokens` counts them."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
-    """A finished answer; its four parts speak of the same tokens."""
+    """An answer, without the tokens that the request came with; its parts speak of the same tokens."""
 
     token_ids: list[int]
     logprobs: list[float]
     """Of each token under the distribution it was drawn from (after temperature), natural logarithm."""
     version_spans: list[tuple[int, int]]
     """(weight version, number of tokens), in order; the counts add up to the number of tokens."""
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "interrupted"]
     started_s: float
     """Unix time at which the engine admitted it."""
 
@@ -65,11 +69,21 @@ class Engine(Protocol):
     async def start(self, model_folder: Path, manifest: VersionManifest) -> SwitchReport:
         """Starts on the model's config (no weights in the folder) and loads the version that the manifest describes."""
 
+    async def start_unloaded(self, model_folder: Path) -> None:
+        """The same with made-up weights, which are as fast: for measurements."""
+
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Draws one answer. Cancelling the call aborts it inside the engine and frees its cache.
 
         Raises `ValueError` for a request that the engine cannot take, such as a prompt that is too long.
         """
+
+    async def interrupt(self, request_id: str) -> None:
+        """Ends a request where it stands: `generate` returns what it has, perhaps nothing, as "interrupted". One that
+        has ended, or is not known, is left alone."""
+
+    def progress(self) -> dict[str, int]:
+        """Tokens drawn so far, by request id, of requests that have any."""
 
     def prefetch(self, manifest: VersionManifest) -> None:
         """Begins to bring a version near in the background; generation goes on. Returns at once; a second call for
@@ -95,8 +109,11 @@ class Engine(Protocol):
     def running(self) -> int:
         """Sequences inside the engine that have begun (an estimate from its last step)."""
 
-    def step_latencies(self) -> list[tuple[int, float, int]]:
-        """(batch size, mean seconds a step, number of steps) since the last call, measured on the running engine."""
+    def step_latencies(self) -> list[StepSpeed]:
+        """By batch size, of the steps since the last call, measured on the running engine."""
+
+    def known_profile(self) -> EngineProfile | None:
+        """How fast the engine is, where that is known without measuring."""
 
     async def pause(self) -> None:
         """Stops drawing tokens; what runs is kept."""

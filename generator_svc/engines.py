@@ -9,6 +9,7 @@ from generator_svc.engine import Engine
 from generator_svc.sample import ModelLimits
 from generator_svc.settings import GeneratorSettings, cores_of_workers, instance_index
 from generator_svc.weight_fetcher import WeightSource
+from streamrl.engine_profile import from_file
 
 if TYPE_CHECKING:
     from generator_svc.vllm_settings import VllmSettings
@@ -25,6 +26,8 @@ def check(settings: GeneratorSettings) -> None:
     generator = settings.generator
     if generator.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise ValueError("generator.engine is vllm, but vLLM is not installed here: run `make install`")
+    if generator.profile is not None:
+        from_file(generator.profile)
     num_cores = len(os.sched_getaffinity(0))
     if generator.num_threads > num_cores:
         raise ValueError(f"generator.num_threads is {generator.num_threads}, but this machine has {num_cores} cores")

@@ -14,14 +14,16 @@ import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import NormalDist
 
 from generator_svc.engine import GenerationRequest, GenerationResult, SwitchReport
 from generator_svc.prefetcher import Prefetcher
-from generator_svc.step_latencies import StepLatencies
+from generator_svc.step_latencies import StepLatencies, StepSpeed
 from generator_svc.weight_fetcher import FetchedVersion, WeightSource
 from streamrl.errors import EngineDiedError
 from streamrl.planning.profile import InstanceProfile, TokenLatency
 from streamrl.planning.simulated_instance import SimulatedInstance, SimulatedSequence
+from streamrl.v1.scheduler_pb2 import EngineProfile, StepLatency
 from streamrl.v1.weights_pb2 import VersionManifest
 
 AnswerLength = Callable[[GenerationRequest], int]
@@ -29,8 +31,15 @@ AnswerLength = Callable[[GenerationRequest], int]
 
 
 def log_normal_length(request: GenerationRequest) -> int:
-    """Long-tailed: half of the answers have 24 tokens or fewer, one in a hundred more than 195."""
-    return max(1, round(random.Random(request.seed).lognormvariate(math.log(24), 0.9)))
+    """Long-tailed: half of the answers have 24 tokens or fewer, one in a hundred more than 195. One that goes on is as
+    long as those are that have come so far."""
+    there = len(request.prefix_token_ids)
+    passed = _LOG_LENGTH.cdf(math.log(there + 0.5)) if there else 0.0
+    chance = passed + (1 - passed) * random.Random(request.seed).random()
+    return max(there + 1, round(math.exp(_LOG_LENGTH.inv_cdf(min(max(chance, 1e-12), 1 - 1e-12)))))
+
+
+_LOG_LENGTH = NormalDist(math.log(24), 0.9)
 
 
 @dataclass(eq=False)
@@ -42,7 +51,7 @@ class _Answer:
     result: "asyncio.Future[GenerationResult]"
     started_s: float = 0.0
     versions: list[tuple[int, int]] = field(default_factory=list)
-    """(weight version, tokens there when it began)."""
+    """(weight version, tokens there when it began); empty: it has not begun."""
 
 
 class FakeEngine:
@@ -100,19 +109,23 @@ class FakeEngine:
         self._timer: asyncio.TimerHandle | None = None
 
     async def start(self, model_folder: Path, manifest: VersionManifest) -> SwitchReport:
+        await self.start_unloaded(model_folder)
+        return await self.switch(manifest)
+
+    async def start_unloaded(self, model_folder: Path) -> None:
         config = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
         self._vocabulary = config["vocab_size"]
         self._alive = True
         self._instance.stand_until(self._now_s())
-        return await self.switch(manifest)
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         self._check_alive()
         self._catch_up()
-        num_tokens = min(max(1, self._answer_length(request)), request.max_tokens)
+        there = len(request.prefix_token_ids)
+        num_tokens = min(max(there + 1, self._answer_length(request)), request.max_tokens)
         # Requests are told apart by what they are, not by their ids: nothing here needs those to differ.
         key = object()
-        sequence = SimulatedSequence(key, num_tokens, request.priority, len(request.prompt_token_ids))
+        sequence = SimulatedSequence(key, num_tokens, request.priority, len(request.prompt_token_ids), there)
         answer = self._answers[key] = _Answer(request, sequence, asyncio.get_running_loop().create_future())
         self._instance.submit(sequence)
         self._go_on()
@@ -125,6 +138,25 @@ class FakeEngine:
                 self._answers.pop(key, None)
                 self._go_on()
             raise
+
+    async def interrupt(self, request_id: str) -> None:
+        self._check_alive()
+        self._catch_up()
+        for key, answer in list(self._answers.items()):
+            if answer.request.request_id == request_id and not answer.result.done():
+                self._instance.withdraw(key)
+                del self._answers[key]
+                answer.result.set_result(self._result(answer, interrupted=True))
+        self._go_on()
+
+    def progress(self) -> dict[str, int]:
+        self._catch_up()
+        there = {
+            answer.request.request_id: self._instance.tokens_there(answer.sequence)
+            - len(answer.request.prefix_token_ids)
+            for answer in self._answers.values()
+        }
+        return {request_id: num_tokens for request_id, num_tokens in there.items() if num_tokens > 0}
 
     async def score(self, token_ids: list[int]) -> list[float]:
         self._check_alive()
@@ -165,9 +197,21 @@ class FakeEngine:
     def running(self) -> int:
         return len(self._instance.running)
 
-    def step_latencies(self) -> list[tuple[int, float, int]]:
+    def step_latencies(self) -> list[StepSpeed]:
         self._catch_up()
         return self._latencies.take()
+
+    def known_profile(self) -> EngineProfile | None:
+        profile = self._instance.profile
+        sizes = [2**bits for bits in range(self.max_running.bit_length())]
+        return EngineProfile(
+            steps=[
+                StepLatency(batch_size=size, latency_s=profile.token_latency(size) / self._speed, num_steps=1)
+                for size in sorted({*sizes, self.max_running})
+            ],
+            held_token_s=profile.held_token_s / self._speed,
+            prefill_token_s=profile.prefill_token_s / self._speed,
+        )
 
     async def pause(self) -> None:
         self._check_alive()
@@ -258,14 +302,18 @@ class FakeEngine:
         """Of any token: this engine knows nothing."""
         return -math.log(self._vocabulary)
 
-    def _result(self, answer: _Answer) -> GenerationResult:
-        request, num_tokens = answer.request, answer.sequence.num_tokens
-        stopped = bool(request.stop_token_ids) and self._answer_length(request) <= request.max_tokens
+    def _result(self, answer: _Answer, *, interrupted: bool = False) -> GenerationResult:
+        request, sequence = answer.request, answer.sequence
+        end = sequence.tokens_there if interrupted else sequence.num_tokens
+        num_tokens = end - len(request.prefix_token_ids)
+        stopped = (
+            not interrupted and bool(request.stop_token_ids) and self._answer_length(request) <= request.max_tokens
+        )
         return GenerationResult(
             token_ids=_made_up_tokens(request, num_tokens, self._vocabulary, stopped=stopped),
             logprobs=[self._logprob] * num_tokens,
-            version_spans=_spans(answer.versions, num_tokens),
-            finish_reason="stop" if stopped else "length",
+            version_spans=_spans(answer.versions, end),
+            finish_reason="interrupted" if interrupted else "stop" if stopped else "length",
             started_s=answer.started_s,
         )
 
@@ -289,7 +337,7 @@ def _made_up_tokens(request: GenerationRequest, num_tokens: int, vocabulary: int
 
 def _spans(versions: list[tuple[int, int]], num_tokens: int) -> list[tuple[int, int]]:
     """(weight version, number of tokens) from (weight version, tokens there when it began)."""
-    ends = [first for _, first in versions[1:]] + [num_tokens]
+    ends = [first for _, first in versions[1:]] + [num_tokens] * bool(versions)
     spans: list[tuple[int, int]] = []
     for (version, first), end in zip(versions, ends, strict=True):
         if end > first and spans and spans[-1][0] == version:

@@ -5,6 +5,7 @@ and wakes the loop; the loop does what the version gate says. It knows nothing o
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from generator_svc.activity import Activity, ActivityLog
 from generator_svc.answers import Answers
 from generator_svc.assignment_queue import AssignmentQueue, Revocation
-from generator_svc.engine import Engine, GenerationRequest
+from generator_svc.engine import Engine, GenerationRequest, GenerationResult
 from generator_svc.outbox import Outbox
 from generator_svc.rollouts import failed_rollout, problem_of_result, rollout_of
 from generator_svc.sample import Sample
@@ -55,6 +56,7 @@ class GenerateLoop:
         self._changed = asyncio.Event()
         self._queue = AssignmentQueue()
         self._tasks: dict[SampleKey, asyncio.Task[None]] = {}
+        self._interrupting: dict[SampleKey, asyncio.Task[None]] = {}
         self._newest = -1
         self._switching_to: Target | None = None
         self.standstill = Standstill(engine, self._changed.set)
@@ -93,8 +95,10 @@ class GenerateLoop:
         """Samples to draw, as they are assigned."""
         if not self._lease_holds():
             return
-        refused = [sample.key for sample in samples if self.draining or not self._queue.add(sample)]
-        self._give_back(refused)
+        for sample in samples:
+            if self.draining or not self._queue.add(sample):
+                self.answers.given_back(sample.key, sample.dispatch)
+                self._say_now()
         self._changed.set()
 
     def revoke(self, keys: Iterable[SampleKey]) -> None:
@@ -102,17 +106,29 @@ class GenerateLoop:
         answers = [(key, self._queue.revoke(key)) for key in keys]
         self._cancel(key for key, met in answers if met is Revocation.ABORT)
         self.answers.not_revoked(key for key, met in answers if met is Revocation.SENT)
-        self._give_back([key for key, met in answers if met in (Revocation.REVOKED, Revocation.ABORT)])
+        for key, met in answers:
+            if met in (Revocation.REVOKED, Revocation.ABORT):
+                self.answers.given_back(key, self._queue.given_back_dispatch(key))
         if any(met is not Revocation.KEPT for _, met in answers):
             self._say_now()
         self._changed.set()
+
+    def hand_over(self, keys: Iterable[SampleKey]) -> None:
+        """The scheduler has a better place for these, begun or not: what there is of them goes along."""
+        wanted = set(keys)
+        running = [sample for sample in self._queue.running if sample.key in wanted]
+        for sample in running:
+            if sample.key not in self._interrupting:
+                self._interrupting[sample.key] = asyncio.create_task(self._interrupt(sample))
+        self.revoke(sorted(wanted - {sample.key for sample in running}))
 
     def revoke_unstarted(self, keys: Iterable[SampleKey]) -> None:
         """The scheduler has a better place for these, if they have not begun."""
         begun = {sample.key for sample in self._queue.running} - {sample.key for sample in self._unstarted()}
         wanted = list(keys)
         self.answers.not_revoked(key for key in wanted if key in begun)
-        self.revoke([key for key in wanted if key not in begun])
+        # Of one that has begun after all, what there is goes along.
+        self.hand_over([key for key in wanted if key not in begun])
         self._say_now()
 
     def announce(self, weight_version: int) -> None:
@@ -127,6 +143,7 @@ class GenerateLoop:
         tasks = list(self._tasks.values())
         logger.warning("%d running and %d waiting samples are abandoned", len(tasks), len(self._queue.waiting))
         self._cancel(list(self._tasks))
+        self._cancel_interrupts()
         self._queue = AssignmentQueue()
         self.answers.clear()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -137,14 +154,14 @@ class GenerateLoop:
         self.standstill.resume()
         unstarted = self._unstarted()
         waiting = self._queue.give_back_waiting()
-        self.revoke(sample.key for sample in unstarted)
-        self._give_back([sample.key for sample in waiting])
+        self.hand_over([sample.key for sample in unstarted])
+        for sample in waiting:
+            self.answers.given_back(sample.key, sample.dispatch)
         logger.info("draining: %d samples run on, %d are given back", len(self._tasks), len(waiting) + len(unstarted))
         self._say_now()
 
     def _unstarted(self) -> list[Sample]:
-        """Samples that the engine has and has not begun. An estimate: it begins them by priority. One that had begun
-        and is given back is drawn again, by whoever gets it, as if it had not."""
+        """Samples that the engine has and has not begun. An estimate: it begins them by priority."""
         return sorted(self._queue.running, key=lambda sample: sample.priority)[self._engine.running() :]
 
     async def nothing_runs(self) -> None:
@@ -152,8 +169,12 @@ class GenerateLoop:
         while running := [task for task in self._tasks.values() if not task.done()]:
             await asyncio.wait(running)
 
-    def give_back_running(self) -> None:
-        """Aborts what still runs."""
+    async def give_back_running(self, timeout_s: float) -> None:
+        """Ends what still runs, so that others go on with it; what the engine does not hand out in time is aborted."""
+        self.hand_over([sample.key for sample in self._queue.running])
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.nothing_runs()
         self.revoke([sample.key for sample in self._queue.running])
 
     # What others may know.
@@ -162,6 +183,15 @@ class GenerateLoop:
     def num_running(self) -> int:
         """Samples that have begun, as far as the engine says."""
         return min(self._engine.running(), self._queue.num_running)
+
+    def progress(self) -> dict[SampleKey, int]:
+        """Tokens of the samples that have begun, those that they came with included."""
+        drawn = self._engine.progress()
+        return {
+            sample.key: len(sample.prefix) + drawn[request_id]
+            for sample in self._queue.running
+            if (request_id := self._request_id(sample)) in drawn
+        }
 
     @property
     def num_waiting(self) -> int:
@@ -216,13 +246,14 @@ class GenerateLoop:
         try:
             result = await self._engine.generate(
                 GenerationRequest(
-                    request_id=f"{self._outbox.incarnation}/{sample.key}/{sample.dispatch}",
+                    request_id=self._request_id(sample),
                     prompt_token_ids=list(sample.prompt_token_ids),
                     temperature=sample.temperature,
                     max_tokens=sample.max_tokens,
                     stop_token_ids=list(sample.stop_token_ids),
                     seed=sample.seed,
                     priority=sample.priority,
+                    prefix_token_ids=list(sample.prefix.token_ids),
                 )
             )
         except EngineDiedError:
@@ -230,11 +261,38 @@ class GenerateLoop:
         except (ValueError, StreamRLError) as error:
             self._fail(sample, str(error))
             return
+        if result.finish_reason == "interrupted":
+            self._handed_over(sample, result)
+            return
         if problem := problem_of_result(sample, result):
             self._fail(sample, problem)
             return
         self.generated_tokens += len(result.token_ids)
         self._finish(sample, rollout_of(sample, result, time.time()))
+
+    def _handed_over(self, sample: Sample, result: GenerationResult) -> None:
+        if not self._lease_holds():
+            return
+        self.generated_tokens += len(result.token_ids)
+        dispatch = self._queue.hand_over(sample)
+        self._tasks.pop(sample.key, None)
+        # Of what no engine could go on from only that which it came with goes along.
+        usable = result.token_ids and not problem_of_result(sample, result)
+        self.answers.given_back(sample.key, dispatch, sample.prefix.followed_by(result) if usable else None)
+        self._say_now()
+        self._changed.set()
+
+    async def _interrupt(self, sample: Sample) -> None:
+        # One that the engine does not have yet is left alone: the scheduler asks again.
+        try:
+            await self._engine.interrupt(self._request_id(sample))
+        except EngineDiedError:
+            pass  # whoever waits for an answer of it says so
+        finally:
+            self._interrupting.pop(sample.key, None)
+
+    def _request_id(self, sample: Sample) -> str:
+        return f"{self._outbox.incarnation}/{sample.key}/{sample.dispatch}"
 
     def _fail(self, sample: Sample, error: str) -> None:
         logger.warning("sample %s could not be generated: %s", sample.key, error)
@@ -264,14 +322,14 @@ class GenerateLoop:
             self._changed.set()
             self._say_now()
 
-    def _give_back(self, keys: Sequence[SampleKey]) -> None:
-        if keys:
-            self.answers.revoked(keys)
-            self._say_now()
-
     def _cancel(self, keys: Iterable[SampleKey]) -> None:
         for key in keys:
             self._tasks.pop(key).cancel()
+
+    def _cancel_interrupts(self) -> None:
+        for task in self._interrupting.values():
+            task.cancel()
+        self._interrupting.clear()
 
     def _current_activity(self) -> Activity:
         loaded = self._weights.loaded

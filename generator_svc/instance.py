@@ -22,7 +22,7 @@ from streamrl.kafka.connection import Connection
 from streamrl.kafka.producer import RecordProducer
 from streamrl.kafka.topics import Topics
 from streamrl.spans import SpanLog
-from streamrl.v1.scheduler_pb2 import RegisterRequest
+from streamrl.v1.scheduler_pb2 import EngineProfile, RegisterRequest
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +49,13 @@ class Instance:
         engine: Engine,
         first: FirstVersion,
         limits: ModelLimits,
+        profile: EngineProfile | None,
     ) -> None:
         """
         Args:
             address: where its GeneratorService listens.
             engine: started.
+            profile: of the engine; None: nobody knows.
         """
         run, topics = settings.run, Topics(settings.run.id)
         spans = SpanLog(producer, topics.spans, service="generator_svc", instance=instance, attempt=run.attempt)
@@ -94,6 +96,7 @@ class Instance:
                 max_running=engine.max_running,
                 kv_cache_tokens=engine.kv_cache_tokens,
                 tokenizer_digest=first.tokenizer_digest,
+                profile=profile,
             ),
             engine=engine,
             weights=self.weights,
@@ -147,7 +150,7 @@ class Instance:
                 heartbeat.answered(_SILENCE_S), asyncio.wait({ended}, timeout=min(remaining_s, _SILENCE_S))
             )
         ended.cancel()
-        self.loop.give_back_running()
+        await self.loop.give_back_running(_LAST_WORDS_S)
         self._activity.become(None)
         await self._flush(_FLUSH_S if listens else _LAST_WORDS_S)
         if listens:

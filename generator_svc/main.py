@@ -12,6 +12,7 @@ from generator_svc.engine import Engine
 from generator_svc.first_version import FirstVersion
 from generator_svc.instance import Instance, model_folder
 from generator_svc.membership import SchedulerConnection
+from generator_svc.profiler import profile_of
 from generator_svc.sample import ModelLimits
 from generator_svc.settings import GeneratorSettings
 from generator_svc.weight_fetcher import WeightSource
@@ -107,6 +108,7 @@ async def _start(
         engine=engine,
         first=first,
         limits=limits,
+        profile=await profile_of(engine, limits, settings.generator.profile_s, settings.generator.profile),
     )
     await started.weights.loaded_first(first.manifest, report)
     return started

@@ -11,6 +11,7 @@ from generator_svc.heartbeat import Heartbeat
 from generator_svc.outbox import Outbox
 from generator_svc.patience import patiently
 from generator_svc.weight_switch import WeightSwitch
+from streamrl.batch_progress import progress_proto
 from streamrl.errors import StreamRLError
 from streamrl.identity import SampleKey
 from streamrl.rpc.channel import open_aio_channel
@@ -124,13 +125,11 @@ class Membership:
             generated_tokens=self._loop.generated_tokens,
             finished_samples=self._loop.finished_samples,
             event_loop_lag_s=self._scheduler.heartbeat.event_loop_lag_s,
-            step_latencies=[
-                StepLatency(batch_size=batch_size, latency_s=latency_s, num_steps=num_steps)
-                for batch_size, latency_s, num_steps in self._engine.step_latencies()
-            ],
+            step_latencies=[StepLatency(**steps._asdict()) for steps in self._engine.step_latencies()],
             phase=self._loop.standstill.phase,
             draining=self._loop.draining,
             dead_letters=self._outbox.dead_letters,
+            progress=progress_proto(self._loop.progress()),
         )
         self._loop.answers.write_to(request)
         return request
@@ -141,6 +140,8 @@ class Membership:
             self._loop.revoke([SampleKey.from_proto(sample_id) for sample_id in response.revoke])
         if response.revoke_unstarted:
             self._loop.revoke_unstarted([SampleKey.from_proto(sample_id) for sample_id in response.revoke_unstarted])
+        if response.hand_over:
+            self._loop.hand_over([SampleKey.from_proto(sample_id) for sample_id in response.hand_over])
         if response.HasField("newest_weight_version"):
             self._loop.announce(response.newest_weight_version)
         self._loop.standstill.want_phase(response.phase)

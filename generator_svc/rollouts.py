@@ -2,15 +2,11 @@
 
 import math
 
+from generator_svc.answer_prefix import spans_proto
 from generator_svc.engine import GenerationResult
 from generator_svc.sample import Sample
 from streamrl.v1.records_pb2 import ROLLOUT_STATUS_FAILED, ROLLOUT_STATUS_OK, Rollout, RolloutTimings
-from streamrl.v1.sample_pb2 import (
-    FINISH_REASON_LENGTH,
-    FINISH_REASON_STOP,
-    LOGPROB_MODE_PROCESSED,
-    VersionSpan,
-)
+from streamrl.v1.sample_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, LOGPROB_MODE_PROCESSED
 
 _FINISH_REASONS = {"stop": FINISH_REASON_STOP, "length": FINISH_REASON_LENGTH}
 
@@ -33,15 +29,15 @@ def problem_of_result(sample: Sample, result: GenerationResult) -> str:
 
 
 def rollout_of(sample: Sample, result: GenerationResult, finished_s: float) -> Rollout:
-    """The rollout of a finished answer, without attempt, instance, incarnation and dispatch."""
+    """The rollout of a finished answer, with the tokens that it came with, and without attempt, instance, incarnation
+    and dispatch."""
+    answer = sample.prefix.followed_by(result)
     return Rollout(
         id=sample.key.to_proto(),
-        token_ids=result.token_ids,
-        logprobs=result.logprobs,
+        token_ids=answer.token_ids,
+        logprobs=answer.logprobs,
         logprob_mode=LOGPROB_MODE_PROCESSED,
-        version_spans=[
-            VersionSpan(weight_version=version, num_tokens=num_tokens) for version, num_tokens in result.version_spans
-        ],
+        version_spans=spans_proto(answer.version_spans),
         status=ROLLOUT_STATUS_OK,
         finish_reason=_FINISH_REASONS[result.finish_reason],
         timings=RolloutTimings(received_s=sample.received_s, started_s=result.started_s, finished_s=finished_s),

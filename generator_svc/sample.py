@@ -2,9 +2,10 @@
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from generator_svc.answer_prefix import Prefix
 from streamrl.identity import BatchKey, SampleKey
 from streamrl.v1.records_pb2 import Assignment
 
@@ -25,6 +26,8 @@ class Sample:
     priority: int
     received_s: float
     """Unix time."""
+    prefix: Prefix = field(default_factory=Prefix)
+    """What is there of the answer from another instance."""
 
     @property
     def batch_key(self) -> BatchKey:
@@ -93,6 +96,7 @@ def samples_of(assignment: Assignment, received_s: float) -> list[Sample]:
             exact_weight_version=exact,
             priority=assignment.priority,
             received_s=received_s,
+            prefix=Prefix.from_proto(draw.prefix),
         )
         for draw in assignment.draws
     ]
@@ -117,4 +121,10 @@ def problem_of(assignment: Assignment, limits: ModelLimits) -> str:
             f"{limits.max_model_len} that the model takes: lower generator.max_tokens or data.max_prompt_tokens, or "
             "raise generator.max_model_len"
         )
+    for draw in assignment.draws:
+        problem = Prefix.from_proto(draw.prefix).problem(
+            max_tokens=sampling.max_tokens, stop_token_ids=sampling.stop_token_ids, vocab_size=limits.vocab_size
+        )
+        if problem:
+            return f"sample {draw.sample}: {problem}"
     return ""

@@ -5,6 +5,7 @@ How the engine understands these settings is the engine's affair (vllm_settings.
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
@@ -33,6 +34,13 @@ class GeneratorSection(SamplingView):
     """Neither compile the model nor capture graphs: starts sooner, and on GPUs runs slower."""
     enable_prefix_caching: bool = True
     """The samples of a group share the cache of their prompt."""
+    profile_s: Annotated[float, Field(ge=0, le=3600)] = 2.0
+    """About how long an instance measures how fast its engine is before it takes work: steps by batch size and by the
+    tokens in the cache, and prompts. Planning begins with that; later it goes by the steps that are made. 0: it is not
+    measured, and the scheduler guesses until it has seen steps."""
+    profile: Path | None = None
+    """A file that `streamrl profile --out` has written: an instance takes what it says, and measures nothing. Left out:
+    each instance measures."""
     drain_timeout_s: Seconds = 30.0
     """An instance that is asked to end finishes what runs for at most this long, and gives the rest back."""
     canary_alarm_nats: Annotated[float, Field(ge=0)] = 0.0

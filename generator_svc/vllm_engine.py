@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from generator_svc.engine import GenerationRequest, GenerationResult, SwitchReport
 from generator_svc.prefetcher import Prefetcher
+from generator_svc.step_latencies import StepSpeed
 from generator_svc.vllm_settings import VllmSettings, prepare_environment
 from generator_svc.weight_fetcher import FetchedVersion, WeightSource
 from streamrl.errors import EngineDiedError
+from streamrl.v1.scheduler_pb2 import EngineProfile
 from streamrl.v1.weights_pb2 import VersionManifest
 
 if TYPE_CHECKING:
@@ -52,14 +54,20 @@ class VllmEngine:
         self._pausing = asyncio.Lock()
         self._paused = False
         self._num_scores = 0
+        self._interrupted: set[str] = set()
+        """Requests whose end was asked for."""
         self._llm_or_none: AsyncLLM | None = None
         # The kernel's parent-death signal is tied to the thread that starts a process: the engine's core is started
         # by this one, which lives as long as the engine is wanted.
         self._launcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-launcher")
 
     async def start(self, model_folder: Path, manifest: VersionManifest) -> SwitchReport:
-        prepare_environment(self._settings)
         self._prefetcher.begin(manifest)
+        await self.start_unloaded(model_folder)
+        return await self.switch(manifest)
+
+    async def start_unloaded(self, model_folder: Path) -> None:
+        prepare_environment(self._settings)
         loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(self._launcher, self._launch, model_folder)
@@ -69,7 +77,6 @@ class VllmEngine:
         self.kv_cache_tokens = cache.num_gpu_blocks * cache.block_size
         # vLLM begins to watch its processes with the first request.
         await self.score([0, 0])
-        return await self.switch(manifest)
 
     def _launch(self, model_folder: Path) -> None:
         from vllm import AsyncEngineArgs
@@ -108,7 +115,7 @@ class VllmEngine:
 
         sampling = SamplingParams(
             temperature=request.temperature,
-            max_tokens=request.max_tokens,
+            max_tokens=request.max_tokens - len(request.prefix_token_ids),
             stop_token_ids=request.stop_token_ids,
             seed=request.seed,
             logprobs=0,
@@ -116,22 +123,37 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        while True:
-            output = await self._ask(request.request_id, request.prompt_token_ids, sampling, request.priority)
-            answer = output.outputs[0]
-            if answer.finish_reason in ("stop", "length"):
-                break
-            if answer.finish_reason != "abort":
-                raise EngineDiedError(f"vLLM ended a request with {answer.finish_reason!r}")
-            # A switch has taken it back before its first token, for its cache would carry the version before.
+        # To vLLM the tokens that are there are part of the prompt.
+        prompt_token_ids = request.prompt_token_ids + request.prefix_token_ids
+        try:
+            while True:
+                output = await self._ask(request.request_id, prompt_token_ids, sampling, request.priority)
+                answer = output.outputs[0]
+                if answer.finish_reason in ("stop", "length") or request.request_id in self._interrupted:
+                    break
+                if answer.finish_reason != "abort":
+                    raise EngineDiedError(f"vLLM ended a request with {answer.finish_reason!r}")
+                # A switch has taken it back before its first token, for its cache would carry the version before.
+        finally:
+            self._interrupted.discard(request.request_id)
         return GenerationResult(
             token_ids=list(answer.token_ids),
-            logprobs=answer.logprobs.logprobs,
+            logprobs=list(answer.logprobs.logprobs) if answer.token_ids else [],
             version_spans=[(int(span.version), span.end - span.start) for span in answer.weight_versions or ()],
-            finish_reason=answer.finish_reason,
+            finish_reason="interrupted" if answer.finish_reason == "abort" else answer.finish_reason,
             # vLLM's own clock is the monotonic one.
             started_s=time.time() - (time.monotonic() - output.metrics.scheduled_ts),
         )
+
+    async def interrupt(self, request_id: str) -> None:
+        if request_id in self._llm.output_processor.external_req_ids:
+            self._interrupted.add(request_id)
+            await self._alive(self._llm.abort(request_id))
+
+    def progress(self) -> dict[str, int]:
+        states = self._llm.output_processor.request_states.values()
+        drawn = ((state.external_req_id, state.detokenizer.num_output_tokens()) for state in states)
+        return {request_id: num_tokens for request_id, num_tokens in drawn if num_tokens}
 
     async def score(self, token_ids: list[int]) -> list[float]:
         from vllm import SamplingParams
@@ -241,8 +263,11 @@ class VllmEngine:
     def running(self) -> int:
         return self._steps.running
 
-    def step_latencies(self) -> list[tuple[int, float, int]]:
+    def step_latencies(self) -> list[StepSpeed]:
         return self._steps.latencies.take()
+
+    def known_profile(self) -> EngineProfile | None:
+        return None
 
     async def pause(self) -> None:
         async with self._pausing:

@@ -20,6 +20,7 @@ class StepRecorder(PrometheusStatLogger):  # type: ignore[misc]
         self.running = 0
         """Sequences inside the engine that have begun, after the last step."""
         self.latencies = StepLatencies()
+        self._cache = vllm_config.cache_config
         self._interruptions = InterruptionMeter()
         self._resumed_s = time.monotonic()
 
@@ -42,9 +43,15 @@ class StepRecorder(PrometheusStatLogger):  # type: ignore[misc]
             return
         now_s = time.monotonic()
         if (step_s := min(intervals)) < now_s - self._resumed_s:
-            self.latencies.add(len(intervals), step_s)
+            self.latencies.add(len(intervals), step_s, held_tokens=self._held_tokens(scheduler_stats))
         if (interruption := self._interruptions.step(intervals, now_s)) is not None:
             logger.info("%s", interruption)
+
+    def _held_tokens(self, scheduler_stats: Any) -> float:
+        """In the cache's blocks that are in use."""
+        if scheduler_stats is None:
+            return 0.0
+        return float(scheduler_stats.kv_cache_usage * (self._cache.num_gpu_blocks or 0) * self._cache.block_size)
 
     def log_engine_initialized(self) -> None:
         pass

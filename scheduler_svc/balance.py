@@ -1,7 +1,8 @@
 """Which samples should leave an instance on which they wait for a place, because others have places. Pure.
 
 It takes from full instances what they would begin last, as much as fits elsewhere. The instance answers whether it has
-really not begun with a sample; only then does the sample go to another one. Running samples stay where they are.
+really not begun with a sample; only then does the sample go to another one. What should move by the progress that is
+observed, running samples too, is scheduler_svc/picture.py's affair.
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ def unstarted_to_move(lives: Sequence["Life"]) -> dict[str, list[SampleKey]]:
             continue
         waiting = [
             sample
-            for sample in sorted(life.samples.values(), key=_start_order)[beat.running :]
+            for sample in sorted(life.samples.values(), key=start_order)[beat.running :]
             if sample.key not in life.begun
             and sample.key not in life.revokes
             and not sample.key.batch_key.is_evaluation
@@ -44,6 +45,6 @@ def unstarted_to_move(lives: Sequence["Life"]) -> dict[str, list[SampleKey]]:
     return found
 
 
-def _start_order(sample: "Sample") -> tuple[bool, int, int, SampleKey]:
+def start_order(sample: "Sample") -> tuple[bool, int, int, SampleKey]:
     """As an instance starts them, nearly: the order that scheduler_svc/admission.py gives them."""
     return not sample.key.batch_key.is_evaluation, sample.key.batch, -sample.expected_tokens, sample.key

@@ -12,6 +12,7 @@ from scheduler_svc.lengths import Foretold
 from streamrl.errors import RecordError
 from streamrl.identity import PURPOSE_EVALUATION, PURPOSE_TRAIN, BatchKey, SampleKey
 from streamrl.v1.records_pb2 import BatchEnd, Prompt
+from streamrl.v1.sample_pb2 import AnswerPrefix
 
 if TYPE_CHECKING:
     from scheduler_svc.registry import Life
@@ -34,6 +35,7 @@ class Sample:
     """One answer."""
 
     key: SampleKey
+    group: "Group"
     state: SampleState = SampleState.UNASSIGNED
     owner: "Life | None" = None
     """While ASSIGNED."""
@@ -44,7 +46,15 @@ class Sample:
     expected_tokens: int = 0
     """As estimated for its present dispatch."""
     moved_from: "Life | None" = None
-    """Whom it was taken from, unstarted, because others had room."""
+    """Whom it was taken from because others had a better place."""
+    moves_to: "Life | None" = None
+    """Who that is; None: not decided."""
+    prefix: AnswerPrefix | None = None
+    """What there is of its answer: whoever has it next goes on from there."""
+
+    @property
+    def tokens_there(self) -> int:
+        return 0 if self.prefix is None else len(self.prefix.token_ids)
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +62,9 @@ class Group:
     """One prompt and its samples."""
 
     prompt: Prompt
-    samples: list[Sample]
+    samples: list[Sample] = field(default_factory=list)
+    lengths: tuple[float, ...] = ()
+    """Forecast of an answer's length as of the last dispatch, at `forecast.LEVELS`."""
     answers: list[tuple[int, bool]] = field(default_factory=list)
     """Tokens of each accepted answer, and whether it was cut."""
     foretold: Foretold | None = None
@@ -99,8 +111,11 @@ class Batch:
             if before.prompt != prompt:
                 raise RecordError(f"group {prompt.group} of {self.key} came before with another prompt")
             return None
-        samples = [Sample(SampleKey(*self.key, prompt.group, index)) for index in range(prompt.num_samples)]
-        group = self.groups[prompt.group] = Group(prompt, samples)
+        group = self.groups[prompt.group] = Group(prompt)
+        group.samples += (
+            Sample(SampleKey(*self.key, prompt.group, index), group) for index in range(prompt.num_samples)
+        )
+        samples = group.samples
         self.unplanned.append(prompt.group)
         self.counts[SampleState.UNASSIGNED] += len(samples)
         return group

@@ -18,6 +18,10 @@ def fleet_view(ledger: Ledger, now: float) -> GetFleetResponse:
         newest_weight_version=ledger.newest_weight_version,
         waits=list(waits(ledger, now)),
         redispatched=ledger.samples.redispatched,
+        moved=ledger.samples.moved,
+        moved_tokens=ledger.samples.moved_tokens,
+        cut=ledger.samples.cut,
+        cut_tokens=ledger.samples.cut_tokens,
         dead_letters=ledger.dead_letters + ledger.registry.dead_letters,
         length_recall=_length_recall(ledger.samples.lengths.recall()),
     )

@@ -6,6 +6,7 @@ together: who may call, when dispatch may begin, who loses what, and the plan.
 """
 
 import logging
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from scheduler_svc.admission import priority, version_for
@@ -13,7 +14,8 @@ from scheduler_svc.balance import unstarted_to_move
 from scheduler_svc.batches import Batch, Sample
 from scheduler_svc.lengths import LengthEstimates
 from scheduler_svc.observed_latency import fleet_profiles
-from scheduler_svc.registry import Life, Registry
+from scheduler_svc.picture import Picture, Wish
+from scheduler_svc.registry import Life, Move, Registry
 from scheduler_svc.samples import SampleBook
 from scheduler_svc.settings import SchedulerSettings
 from streamrl.errors import RecordError, RefusedError, StaleAttemptError, UnavailableError
@@ -22,10 +24,12 @@ from streamrl.planning.dispatch import InstanceLoad, Piece, named_policy, plan
 from streamrl.v1.records_pb2 import Assignment, PromptRecord, SampleDraw
 from streamrl.v1.scheduler_pb2 import (
     FLEET_PHASE_GENERATE,
+    FLEET_PHASE_TRAIN,
     FLEET_PHASE_UNSPECIFIED,
     AbandonedSample,
     DrainRequest,
     FleetPhase,
+    GivenBack,
     HeartbeatRequest,
     HeartbeatResponse,
     RegisterRequest,
@@ -193,14 +197,8 @@ class Ledger:
         life = self.registry.find(request.instance, request.incarnation)
         if life is None:
             return
-        for sample_id in request.revoked:
-            key = SampleKey.from_proto(sample_id)
-            life.revokes.pop(key, None)
-            moves = key in life.moves
-            life.moves.pop(key, None)
-            if (sample := life.samples.get(key)) is not None:
-                self.samples.release(sample, f"given back by {life.name}", unstarted=True)
-                sample.moved_from = life if moves else None
+        for given_back in request.revoked:
+            self._take_back(life, given_back)
         for sample_id in request.not_revoked:
             key = SampleKey.from_proto(sample_id)
             life.revokes.pop(key, None)
@@ -209,6 +207,21 @@ class Ledger:
                 if key in life.samples:
                     life.begun.add(key)
         life.hear(request, now)
+
+    def _take_back(self, life: Life, given_back: GivenBack) -> None:
+        key = SampleKey.from_proto(given_back.id)
+        sample = life.samples.get(key)
+        if sample is not None and given_back.dispatch not in (0, sample.dispatch):
+            # Said again of an earlier stay: by now it has the sample once more.
+            return
+        life.revokes.pop(key, None)
+        move = life.moves.pop(key, None)
+        if sample is not None:
+            if given_back.HasField("prefix"):
+                self.samples.hand_over(sample, given_back.prefix)
+            self.samples.release(sample, f"given back by {life.name}", given_back=True)
+            if move is not None:
+                sample.moved_from, sample.moves_to = life, move.target
 
     def answer(self, instance: str, incarnation: int) -> HeartbeatResponse:
         """What an instance is to know now."""
@@ -221,7 +234,9 @@ class Ledger:
         if life is not None:
             response.lease_granted = True
             response.revoke.extend(key.to_proto() for key in life.revokes)
-            response.revoke_unstarted.extend(key.to_proto() for key in life.moves if key not in life.revokes)
+            for key, move in life.moves.items():
+                if key not in life.revokes:
+                    (response.hand_over if move.begun_too else response.revoke_unstarted).append(key.to_proto())
         return response
 
     def drain(self, request: DrainRequest, now: float) -> None:
@@ -307,10 +322,13 @@ class Ledger:
         life.end()
 
     def undeliverable(self, assignment: Assignment, reason: str) -> None:
-        """Gives up the samples of an assignment that no record can carry."""
+        """Gives up the samples of an assignment that no record can carry; an answer that should go on begins anew."""
         for draw in assignment.draws:
             key = SampleKey(assignment.purpose, assignment.batch, assignment.group, draw.sample)
-            self.samples.give_up(key, reason)
+            if draw.HasField("prefix"):
+                self.samples.begin_anew(key, reason)
+            else:
+                self.samples.give_up(key, reason)
 
     # Decisions.
 
@@ -329,12 +347,14 @@ class Ledger:
         if self.samples.lengths.take_refresh():
             self.samples.look_again()
         self.samples.admit(self.newest_weight_version, now)
-        outgoing = [
-            assigned for batch, groups in self.samples.take_ready() for assigned in self._dispatch(batch, groups, lives)
-        ]
-        lives_by_name = {life.name: life for life in lives}
-        for name, keys in unstarted_to_move(lives).items():
-            lives_by_name[name].ask_for_unstarted(keys)
+        outgoing: list[Outgoing] = []
+        for batch, groups in self.samples.take_ready():
+            outgoing += self._dispatch_moved(batch, groups, lives)
+            outgoing += self._dispatch(batch, groups, lives)
+        if self.settings.scheduler.moves != "none":
+            lives_by_name = {life.name: life for life in lives}
+            for name, keys in unstarted_to_move(lives).items():
+                lives_by_name[name].ask_for(keys, Move())
         return outgoing
 
     def next_deadline(self, now: float) -> float | None:
@@ -355,30 +375,60 @@ class Ledger:
             self.fleet_open = True
             logger.info("%d of %d instances are live: dispatch may begin", num_live, wanted)
 
+    def picture(self, now: float) -> Picture | None:
+        """How the fleet stands, for a look at what should move; None: nothing could."""
+        if self.settings.scheduler.moves == "none" or self.phase == FLEET_PHASE_TRAIN:
+            return None
+        lives = [life for life in self.registry.lives() if life.takes_work(now)]
+        if len(lives) < 2 or not any(life.samples for life in lives):
+            return None
+        in_flight = self.settings.weights.swap == "in_flight"
+        return Picture(lives, move_running=self.settings.scheduler.moves == "running", over_versions=in_flight)
+
+    def ask_for_moves(self, wishes: Iterable[Wish], now: float) -> int:
+        """Asks for what a look has found, as far as it is still so.
+
+        Returns:
+            How many samples are asked for.
+        """
+        asked = 0
+        for wish in wishes:
+            source, target, sample = wish.source, wish.target, wish.source.samples.get(wish.key)
+            if sample is None or sample.dispatch != wish.dispatch:
+                continue
+            free = wish.key not in source.moves and wish.key not in source.revokes
+            if free and source.takes_work(now) and target.takes_work(now):
+                source.ask_for([wish.key], Move(target, begun_too=wish.begun))
+                asked += 1
+        return asked
+
+    def _dispatch_moved(self, batch: Batch, groups: dict[int, list[Sample]], lives: list[Life]) -> Iterator[Outgoing]:
+        """Gives samples that were taken back for a certain instance to that one, and takes them out of `groups`."""
+        for index, samples in groups.items():
+            groups[index] = []
+            for sample in samples:
+                life = sample.moves_to
+                if life is None or life not in lives:
+                    groups[index].append(sample)
+                else:
+                    yield Outgoing(life.partition, self._assign(batch, self._piece(batch, index, [sample]), life))
+
     def _dispatch(self, batch: Batch, groups: dict[int, list[Sample]], lives: list[Life]) -> list[Outgoing]:
         """Plans what waits of one batch over the instances that take work."""
+        if not any(groups.values()):
+            return []
         # An instance may repeat that it has given a sample back: it must not mean a later dispatch to itself.
         left = {id(sample.moved_from) for samples in groups.values() for sample in samples if sample.moved_from}
         if left:
             others = [life for life in lives if id(life) not in left]
             lives = [life for life in others if life.room] or others or lives
-        lengths, pieces = self.samples.lengths, []
+        pieces = []
         for index, samples in groups.items():
-            group = batch.groups[index]
-            prompt = group.prompt
-            if group.foretold is None:
-                group.foretold = lengths.foretell(prompt)
-            max_tokens = prompt.sampling.max_tokens
-            pieces.append(
-                Piece(
-                    index,
-                    tuple(sample.key.sample for sample in samples),
-                    lengths.expected_tokens(prompt.prompt_id, max_tokens),
-                    lengths=lengths.forecast(prompt.prompt_id, max_tokens),
-                    prompt_tokens=len(prompt.token_ids),
-                )
-            )
-        profiles = fleet_profiles(lives)
+            # Each answer that goes on has a record of its own: they may be long.
+            pieces += [self._piece(batch, index, [sample]) for sample in samples if sample.prefix is not None]
+            if anew := [sample for sample in samples if sample.prefix is None]:
+                pieces.append(self._piece(batch, index, anew))
+        lengths, profiles = self.samples.lengths, fleet_profiles(lives)
         shares = plan(
             self.settings.scheduler.dispatch,
             pieces,
@@ -396,15 +446,34 @@ class Ledger:
             for piece in shares.get(life.name, ())
         ]
 
+    def _piece(self, batch: Batch, index: int, samples: Sequence[Sample]) -> Piece:
+        """Samples of a group, as a plan takes them."""
+        group, lengths = batch.groups[index], self.samples.lengths
+        if group.foretold is None:
+            group.foretold = lengths.foretell(group.prompt)
+        prompt_id, max_tokens = group.prompt.prompt_id, group.prompt.sampling.max_tokens
+        group.lengths = lengths.forecast(prompt_id, max_tokens)
+        there = max(sample.tokens_there for sample in samples)
+        return Piece(
+            index,
+            tuple(sample.key.sample for sample in samples),
+            min(max(lengths.expected_tokens(prompt_id, max_tokens), there + 1), max_tokens),
+            lengths=group.lengths,
+            prompt_tokens=len(group.prompt.token_ids) + there,
+        )
+
     def _assign(self, batch: Batch, piece: Piece, life: Life) -> Assignment:
         group, max_staleness = batch.groups[piece.group], self.settings.pipeline.max_staleness
-        weight_version = version_for(batch.key, max_staleness)
+        weight_version = least_version = version_for(batch.key, max_staleness)
         draws = []
         for index in piece.samples:
             sample = group.samples[index]
             self.samples.assign(sample, life, piece.expected_tokens)
-            seed = sample_seed(self.settings.run.seed, sample.key)
-            draws.append(SampleDraw(sample=index, seed=seed, dispatch=sample.dispatch))
+            seed = sample_seed(self.settings.run.seed, sample.key, sample.tokens_there)
+            draws.append(SampleDraw(sample=index, seed=seed, dispatch=sample.dispatch, prefix=sample.prefix))
+            if sample.prefix is not None:
+                # Versions of an answer never fall.
+                least_version = max(least_version, sample.prefix.version_spans[-1].weight_version)
         return Assignment(
             attempt=self.settings.run.attempt,
             incarnation=life.incarnation,
@@ -415,7 +484,7 @@ class Ledger:
             token_ids=group.prompt.token_ids,
             sampling=group.prompt.sampling,
             draws=draws,
-            min_weight_version=weight_version,
+            min_weight_version=least_version,
             exact_weight_version=weight_version if batch.key.is_evaluation or self._pins_training else None,
             priority=priority(batch.key, max_staleness, piece.expected_tokens if self._orders_by_length else 0),
         )

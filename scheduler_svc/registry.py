@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from scheduler_svc.batches import Sample
 from scheduler_svc.observed_latency import ObservedLatency
+from streamrl.batch_progress import progress_of
 from streamrl.errors import RefusedError
 from streamrl.identity import SampleKey
 from streamrl.v1.scheduler_pb2 import (
@@ -36,7 +37,7 @@ class Life:
     heard_at: float
     """When it registered or last sent a heartbeat."""
     heartbeat: HeartbeatRequest = field(default_factory=HeartbeatRequest)
-    """The last one, without its revokes."""
+    """The last one, without its revokes and its progress."""
     draining: bool = False
     stopped_at: float | None = None
     """When it said that nothing of it runs any more."""
@@ -48,14 +49,19 @@ class Life:
     """Expected tokens of `samples`."""
     revokes: dict[SampleKey, None] = field(default_factory=dict)
     """What it is asked to give back and has not answered."""
-    moves: dict[SampleKey, None] = field(default_factory=dict)
-    """What it is asked to give back if it has not begun, and has not answered."""
+    moves: dict[SampleKey, "Move"] = field(default_factory=dict)
+    """What it is asked to give back for another instance, and has not answered."""
+    tokens_there: dict[SampleKey, int] = field(default_factory=dict)
+    """How far the answers are that run, as of its last heartbeat."""
     begun: set[SampleKey] = field(default_factory=set)
-    """What it would not give back so."""
-    latency: ObservedLatency = field(default_factory=ObservedLatency)
+    """Samples of its that are known to have begun, or to be over."""
+    latency: ObservedLatency = field(init=False)
     """How long its steps take."""
     has_news: bool = False
     """Whether there is something to tell it."""
+
+    def __post_init__(self) -> None:
+        self.latency = ObservedLatency(self.request.profile if self.request.HasField("profile") else None)
 
     @property
     def name(self) -> str:
@@ -84,8 +90,10 @@ class Life:
         self.draining |= heartbeat.draining
         self.heartbeat = heartbeat
         self.latency.take(heartbeat.step_latencies)
-        self.heartbeat.ClearField("revoked")
-        self.heartbeat.ClearField("not_revoked")
+        self.tokens_there = progress_of(heartbeat.progress)
+        self.begun |= self.tokens_there.keys() & self.samples.keys()
+        for field_name in ("revoked", "not_revoked", "progress"):
+            self.heartbeat.ClearField(field_name)
 
     def revoke(self, key: SampleKey) -> None:
         """Asks it to give a sample back, if it may have begun with it."""
@@ -93,9 +101,9 @@ class Life:
             self.revokes[key] = None
             self.has_news = True
 
-    def ask_for_unstarted(self, keys: Iterable[SampleKey]) -> None:
-        """Asks it to give samples back that it has not begun."""
-        self.moves.update(dict.fromkeys(keys))
+    def ask_for(self, keys: Iterable[SampleKey], move: "Move") -> None:
+        """Asks it to give samples back for another instance."""
+        self.moves.update(dict.fromkeys(keys, move))
         self.has_news = True
 
     def end(self) -> None:
@@ -120,6 +128,16 @@ class Life:
 
     def __str__(self) -> str:
         return f"{self.name} (incarnation {self.incarnation})"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Move:
+    """What is asked of an instance about a sample."""
+
+    target: Life | None = None
+    """Who should have it; None: whoever the plan says."""
+    begun_too: bool = False
+    """Whether it is to be given back with its tokens if it has begun."""
 
 
 class Registry:

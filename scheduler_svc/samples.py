@@ -19,6 +19,7 @@ from scheduler_svc.registry import Life
 from streamrl.errors import RecordError
 from streamrl.identity import PURPOSE_TRAIN, BatchKey, SampleKey
 from streamrl.v1.records_pb2 import BatchEnd, Prompt
+from streamrl.v1.sample_pb2 import AnswerPrefix
 from streamrl.v1.scheduler_pb2 import OUTCOME_ACCEPTED, OUTCOME_DROPPED, OUTCOME_REJECTED, SampleOutcome
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,14 @@ class SampleBook:
         self.lengths = lengths
         self.redispatched = 0
         """Train samples given to an instance a second or later time."""
+        self.moved = 0
+        """Answers that were given back after they had begun, to go on elsewhere."""
+        self.moved_tokens = 0
+        """Tokens that they had."""
+        self.cut = 0
+        """Samples that ran when the trainer dropped them."""
+        self.cut_tokens = 0
+        """Tokens that they had, as of the last heartbeat before."""
         self._early: dict[BatchKey, dict[SampleKey, SampleOutcome]] = {}
         """Outcomes of samples whose prompts have not been read yet."""
         self._to_admit: list[tuple[tuple[int, bool, int], BatchKey]] = []
@@ -106,6 +115,8 @@ class SampleBook:
             return
         if outcome.outcome == OUTCOME_REJECTED:
             if sample.owner is not None and _is_of_present_dispatch(outcome, sample, sample.owner):
+                # What was wrong may be in the tokens that it went on from.
+                sample.prefix = None
                 self.release(sample, f"rejected: {outcome.reason or 'no reason given'}")
             return
         accepted = outcome.outcome == OUTCOME_ACCEPTED
@@ -113,8 +124,14 @@ class SampleBook:
             # An only owner made what was accepted. A later one may still be at work on what an earlier one has sent.
             if sample.dispatch > 1 or not accepted:
                 sample.owner.revoke(sample.key)
+            if not accepted and (num_tokens := sample.owner.tokens_there.get(sample.key, 0)):
+                self.cut += 1
+                self.cut_tokens += num_tokens
+                # It would have been longer: what is known of lengths must not forget the longest answers.
+                group.answers.append((num_tokens, True))
             self._take_from_owner(batch, sample)
         batch.abandoned.pop(sample.key, None)
+        sample.prefix = None
         batch.move(sample, SampleState.ACCEPTED if accepted else SampleState.DROPPED)
         if accepted and outcome.num_tokens > 0:
             group.answers.append((outcome.num_tokens, outcome.truncated))
@@ -146,7 +163,7 @@ class SampleBook:
         sample.dispatch += 1
         sample.attempts_used += 1
         sample.expected_tokens = expected_tokens
-        sample.moved_from = None
+        sample.moved_from = sample.moves_to = None
         life.samples[sample.key] = sample
         life.outstanding_tokens += expected_tokens
         batch.outstanding_at[life.name] += 1
@@ -154,16 +171,24 @@ class SampleBook:
         if sample.dispatch > 1 and batch.key.purpose == PURPOSE_TRAIN:
             self.redispatched += 1
 
-    def release(self, sample: Sample, reason: str, *, unstarted: bool = False) -> None:
+    def hand_over(self, sample: Sample, prefix: AnswerPrefix) -> None:
+        """Notes what its owner has drawn of an answer that it gives back, if anything can be made of it."""
+        spans = sum(span.num_tokens for span in prefix.version_spans)
+        if len(prefix.token_ids) > sample.tokens_there and len(prefix.token_ids) == len(prefix.logprobs) == spans:
+            sample.prefix = prefix
+            self.moved += 1
+            self.moved_tokens += spans
+
+    def release(self, sample: Sample, reason: str, *, given_back: bool = False) -> None:
         """Takes a sample from its owner, to be dispatched again or given up.
 
         Args:
             reason: ends the sentence "dispatched 3 times, the last time ...".
-            unstarted: the owner had not begun with it, so that it is not the sample's fault.
+            given_back: in order, so that it is not the sample's fault.
         """
         batch = self.batches[sample.key.batch_key]
         self._take_from_owner(batch, sample)
-        if unstarted:
+        if given_back:
             sample.attempts_used -= 1
         if sample.attempts_used >= self._max_dispatches:
             self._abandon(batch, sample, f"dispatched {sample.dispatch} times, the last time {reason}")
@@ -179,11 +204,21 @@ class SampleBook:
             self._take_from_owner(batch, sample)
             self._abandon(batch, sample, reason)
 
+    def begin_anew(self, key: SampleKey, reason: str) -> None:
+        """An assigned sample, whose answer should have gone on, is dispatched again without what is there."""
+        batch = self.batches.get(key.batch_key)
+        sample = batch.sample(key) if batch is not None else None
+        if sample is not None and sample.owner is not None:
+            logger.warning("the answer to sample %s begins anew: %s", key, reason)
+            sample.prefix = None
+            self.release(sample, reason, given_back=True)
+
     def _take_from_owner(self, batch: Batch, sample: Sample) -> None:
         life = sample.owner
         assert life is not None
         del life.samples[sample.key]
         life.begun.discard(sample.key)
+        life.moves.pop(sample.key, None)
         life.outstanding_tokens -= sample.expected_tokens
         batch.outstanding_at[life.name] -= 1
         sample.owner = None

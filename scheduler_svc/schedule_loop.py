@@ -23,6 +23,9 @@ from streamrl.v1.weights_pb2 import WatchResponse
 
 logger = logging.getLogger(__name__)
 
+_LOOKING_SHARE = 4.0
+"""Looking at the fleet takes one part of the time, and so many go by without."""
+
 
 class ScheduleLoop:
     """Runs one ledger."""
@@ -72,6 +75,23 @@ class ScheduleLoop:
             self._read()
             self._write(self._ledger.advance(time.monotonic()))
             tell()
+
+    async def watch_progress(self) -> None:
+        """Looks again and again at what should move from one instance to another, and has it asked for. It never
+        returns. What takes long, in a large fleet, is done in a thread, and takes a fraction of the time at most."""
+        interval_s = self._ledger.settings.scheduler.heartbeat_interval_s
+        while True:
+            started = time.monotonic()
+            picture = self._ledger.picture(started)
+            if picture is not None:
+                for _ in picture.parts():
+                    await asyncio.sleep(0)
+                wishes = await asyncio.to_thread(picture.look)
+                if asked := self._ledger.ask_for_moves(wishes, time.monotonic()):
+                    logger.info("%d samples are asked for, to go on elsewhere", asked)
+                    self.wake()
+            # There is nothing new before the next heartbeats.
+            await asyncio.sleep(max(interval_s, _LOOKING_SHARE * (time.monotonic() - started)))
 
     async def _until_due(self) -> None:
         now = time.monotonic()

@@ -30,8 +30,12 @@ class SchedulerSection(FleetView):
     length_file: Path | None = None
     """For length_model = "oracle": a JSON object, prompt ids to the length of an answer in tokens, or a list of such.
     For replays, and to see what perfect forecasts bring. Prompts that it lacks are foretold from their history."""
+    moves: Literal["running", "waiting", "none"] = "running"
+    """What may go from one instance to another after it was dispatched, when the batch is expected to be over earlier
+    so. running: answers that have begun too: they go on elsewhere with the tokens that they have, which the other
+    instance computes again, as a prompt. waiting: only those that have not begun. none: nothing."""
     max_dispatches: PositiveInt = 3
-    """How often a sample is given to an instance before it is given up. Times when it was given back unstarted do not
+    """How often a sample is given to an instance before it is given up. Times when it was given back in order do not
     count."""
     fleet_wait_s: Seconds = 60.0
     """How long after the first instance has registered the scheduler waits for the others (`generator.num_instances`)

@@ -12,6 +12,8 @@ The rules:
 * A group is settled when each of its samples has an outcome; only then can its answers be compared.
 * With dynamic sampling a group whose answers all have the same reward is dropped when it is settled, and a new prompt
   is asked for in its place, as a further group of the batch, as often as the rules allow.
+* A batch can be cut: what has not come is dropped, as dropped.deadline. When enough groups are settled
+  (`AcceptanceRules.enough_groups`), the others are dropped whole; after a deadline (`cut`) they are settled without it.
 * Whatever comes, in whatever order, of a closed batch expected = trained + dropped.
 
 The thread that feeds it is trainer_svc/collector.py.
@@ -85,6 +87,7 @@ class Acceptance:
         self._open: dict[BatchKey, BatchIntake] = {}
         self._given_up: dict[BatchKey, set[SampleKey]] = {}
         self._wanted_refills: list[BatchKey] = []
+        self._cut: list[SampleOutcome] = []
         self.counts = counts or RolloutCounts()
         """Of closed training batches: those that made the weights."""
         self.refused_attempts = 0
@@ -104,6 +107,29 @@ class Acceptance:
         `extend`: until then the batch is not complete."""
         wanted, self._wanted_refills = self._wanted_refills, []
         return wanted
+
+    def cut(self, key: BatchKey) -> None:
+        """Ends the wait for a batch: what has no outcome is dropped, and its groups are settled without it."""
+        batch = self._open[key]
+        self._cut_open_groups(batch, "it had not come, and been scored, by the deadline")
+        # No prompt is asked for any more; one that is being written is cut when it is there.
+        batch.was_cut = True
+        batch.missing_refills -= self._wanted_refills.count(key)
+        self._wanted_refills = [wanted for wanted in self._wanted_refills if wanted != key]
+
+    def take_cut(self) -> list[SampleOutcome]:
+        """Outcomes of samples that were cut off since the last call, for the scheduler."""
+        cut, self._cut = self._cut, []
+        return cut
+
+    def _cut_open_groups(self, batch: BatchIntake, detail: str) -> None:
+        for group in list(batch.open_groups):
+            for key in batch.missing(group):
+                answer, _ = batch.unscored.pop(key, (None, False))
+                if answer is None:
+                    batch.given_up.add(key)
+                num_tokens = len(answer.token_ids) if answer is not None else 0
+                self._cut.append(self._drop(batch, key, "deadline", detail, num_tokens))
 
     def extend(self, key: BatchKey, prompt: PromptOfGroup) -> list[Verdict]:
         """Expects one more group of an open batch. Call it before the prompt is written.
@@ -209,9 +235,12 @@ class Acceptance:
             return Verdict(None)
         return self._take(batch, key, rollout, is_earlier=True)
 
-    def scored(self, key: SampleKey, reward: float | RewardError) -> SampleOutcome:
-        """Takes the reward of an answer that was handed out to be scored, or why it has none."""
-        batch = self._open[key.batch_key]
+    def scored(self, key: SampleKey, reward: float | RewardError) -> SampleOutcome | None:
+        """Takes the reward of an answer that was handed out to be scored, or why it has none. None: it is not waited
+        for any more."""
+        batch = self._open.get(key.batch_key)
+        if batch is None or key not in batch.unscored:
+            return None
         answer, is_earlier = batch.unscored.pop(key)
         num_tokens = len(answer.token_ids)
         if isinstance(reward, RewardError):
@@ -320,12 +349,17 @@ class Acceptance:
         if batch.key.purpose == PURPOSE_EVALUATION:
             batch.counts = replace(batch.counts, trained=batch.counts.trained + len(answers))
             return
+        if group in batch.cut_groups:
+            for answer in answers:
+                batch.counts = batch.counts.drop("filtered")
+                batch.dropped_lengths.append(len(answer.token_ids))
+            return
         verdict = judge_group(answers, batch.samples_per_prompt, self._rules)
         for drop_reason, dropped in verdict.dropped:
             batch.counts = batch.counts.drop(drop_reason)
             batch.dropped_lengths.append(len(dropped.token_ids))
         batch.equal_groups += verdict.rewards_are_equal
-        if verdict.wants_refill and batch.num_refills < self._rules.max_refills:
+        if verdict.wants_refill and batch.num_refills < self._rules.max_refills and not batch.was_cut:
             batch.num_refills += 1
             batch.missing_refills += 1
             self._wanted_refills.append(batch.key)
@@ -343,6 +377,10 @@ class Acceptance:
         batch.counts = replace(batch.counts, trained=batch.counts.trained + len(settled.trained))
         batch.trained += settled.trained
         batch.groups.append(settled)
+        batch.num_useful_groups += 1
+        if batch.num_useful_groups == self._rules.enough_groups:
+            batch.cut_groups |= batch.open_groups.keys()
+            self._cut_open_groups(batch, f"{batch.num_useful_groups} other groups of the batch were whole before")
 
 
 def check_consistency(rollout: Rollout) -> None:

@@ -71,6 +71,12 @@ class BatchIntake:
     arrived: list[TrainSample] = field(default_factory=list)
     groups: list[SettledGroup] = field(default_factory=list)
     """Settled, with something to train. Both were not taken yet."""
+    was_cut: bool = False
+    """Whether its deadline is over."""
+    num_useful_groups: int = 0
+    """All of these so far."""
+    cut_groups: set[int] = field(default_factory=set)
+    """Groups that are not waited for any more, since there are enough others."""
     early: dict[int, list[Rollout]] = field(default_factory=dict)
     """Rollouts that an earlier attempt left of refills that this one has not asked for yet, by group."""
 
@@ -131,6 +137,11 @@ class BatchIntake:
     def has(self, key: SampleKey) -> bool:
         """Whether a sample has come, or is known not to come."""
         return key in self.outcomes or key in self.unscored
+
+    def missing(self, group: int) -> list[SampleKey]:
+        """The samples of a group that have no outcome."""
+        keys = (SampleKey(*self.key, group, sample) for sample in range(self.samples_per_prompt))
+        return [key for key in keys if key not in self.outcomes]
 
     def group_rewards(self) -> list[list[float]]:
         """Of the answers to each prompt, as the task gives them."""

@@ -84,7 +84,7 @@ class Collector:
         try:
             for record in records:
                 self._on_record(record)
-                self._ask_for_refills()
+                self._after_outcomes()
             with self._changed:
                 self._changed.notify_all()
         except Exception as error:  # the edge of the reader's thread: whoever waits must learn of it
@@ -95,7 +95,7 @@ class Collector:
         try:
             for sample in samples:
                 self._on_abandoned(SampleKey.from_proto(sample.id), sample.reason)
-                self._ask_for_refills()
+                self._after_outcomes()
         except Exception as error:  # the edge of the reporter's thread
             self.fail(error)
 
@@ -170,6 +170,21 @@ class Collector:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0 or not self._changed.wait(remaining):
                     return None
+
+    def cut(self, key: BatchKey) -> int:
+        """Ends the wait for a batch: it is settled with what has come.
+
+        Returns:
+            How many samples it goes without.
+        """
+        with self._changed:
+            batch = self._acceptance.batch(key)
+            before = batch.num_resolved
+            self._acceptance.cut(key)
+            num_cut = batch.num_resolved - before
+            self._progressed()
+        self._after_outcomes()
+        return num_cut
 
     def wait_complete(self, key: BatchKey, timeout_s: float) -> bool:
         """Waits until every sample of a batch has an outcome. False after `timeout_s`. Raises as `take`."""
@@ -283,8 +298,9 @@ class Collector:
             with self._changed:
                 outcome = self._acceptance.scored(key, reward)
                 self._progressed()
-            self._report(outcome)
-            self._ask_for_refills()
+            if outcome is not None:
+                self._report(outcome)
+            self._after_outcomes()
         except Exception as error:  # the edge of that thread
             self.fail(error)
 
@@ -297,7 +313,12 @@ class Collector:
         if outcome is not None:
             self._report(outcome)
 
-    def _ask_for_refills(self) -> None:
+    def _after_outcomes(self) -> None:
+        """What follows from outcomes beside their report: samples that are cut off, prompts that are wanted."""
+        with self._changed:
+            cut = self._acceptance.take_cut()
+        for outcome in cut:
+            self._report(outcome)
         # Not under the lock: whoever brings a prompt has a lock of its own, and calls `extend` under it.
         while True:
             with self._changed:

@@ -40,6 +40,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("length/max", "tokens", "longest answer"),
     Figure("length/truncated_share", "share", "answers that were cut at generator.max_tokens"),
     Figure("length/dropped_mean", "tokens", "mean length of the rollouts that were dropped; only when there are any"),
+    Figure("length/cut_mean", "tokens", "mean length so far of answers that still ran when they were dropped"),
     Figure("staleness/mean", "versions", "batch index minus the oldest version among an answer's tokens, mean"),
     Figure("staleness/max", "versions", "the largest staleness in the batch"),
     Figure("loss/policy", "nats", "the loss of the step, divided by its samples' count; mean over steps, as the next"),
@@ -100,6 +101,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("weights/bytes_sent", "bytes", "what they were"),
     Figure("rollouts/trained", "samples", "samples of the batch that took part in the step"),
     Figure("rollouts/refills", "prompts", "asked for in the batch in place of prompts without spread"),
+    Figure("rollouts/cut", "samples", "samples of the batch that were not waited for (dropped.deadline)"),
     Figure("rollouts/rejected", "samples", "rollouts of the batch that had failed and were to come again"),
     Figure("rollouts/duplicate", "samples", "second and later copies so far"),
     Figure("rollouts/dropped", "samples", "samples so far that were not trained, whatever the reason"),
@@ -111,6 +113,8 @@ FIGURES: tuple[Figure, ...] = (
     Figure("fleet/instances", "instances", "generators that are alive"),
     Figure("fleet/running", "sequences", "sequences that run in their engines"),
     Figure("fleet/waiting", "sequences", "sequences that wait in front of them"),
+    Figure("fleet/moved", "samples", "answers so far that went on on another instance after they had begun"),
+    Figure("fleet/moved_tokens", "tokens", "tokens that they had, which the other instance computed again as a prompt"),
     Figure(
         "ranker/recall_longest_20",
         "share",
@@ -129,6 +133,7 @@ def batch_figures(batch: "BatchIntake") -> dict[str, float]:
         "reward/equal_groups_share": batch.equal_groups / len(batch.prompts),
         "rollouts/trained": float(len(batch.trained)),
         "rollouts/refills": float(batch.num_refills),
+        "rollouts/cut": float(batch.counts.dropped["deadline"]),
         "rollouts/rejected": float(batch.rejected),
     }
     if batch.overlong_penalties:

@@ -56,6 +56,9 @@ def fleet_size_figures(fleet: GetFleetResponse) -> dict[str, float]:
         "fleet/instances": float(len(live)),
         "fleet/running": float(sum(instance.heartbeat.running for instance in live)),
         "fleet/waiting": float(sum(instance.heartbeat.waiting for instance in live)),
+        "fleet/moved": float(fleet.moved),
+        "fleet/moved_tokens": float(fleet.moved_tokens),
+        **({"length/cut_mean": fleet.cut_tokens / fleet.cut} if fleet.cut else {}),
     }
 
 

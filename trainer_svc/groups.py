@@ -27,6 +27,8 @@ class AcceptanceRules:
     incomplete_groups: Literal["train", "drop"] = "train"
     max_refills: int = 0
     """Of a batch; 0: groups without spread are kept."""
+    enough_groups: int = 0
+    """Of a training batch: when so many have something to train, the others are cut off. 0: all are waited for."""
     max_tokens: int = 0
     overlong_buffer_tokens: int = 0
     """0: no answer is too long."""

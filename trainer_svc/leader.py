@@ -219,6 +219,7 @@ def _assemble(
         # Where the command sees every process, it knows better: an engine that takes long to start works, too.
         no_progress_s=0.0 if run.watched else run.no_progress_s,
         checkpoint_folder=run.folder / "checkpoints",
+        batch_deadline_s=trainer.batch_deadline_s,
     )
     loop = TrainLoop(
         loop_settings,
@@ -286,7 +287,7 @@ def _prompt_writer(
         topics.prompts,
         attempt=settings.run.attempt,
         shape=BatchShape(
-            prompts_per_batch=settings.data.prompts_per_batch,
+            prompts_per_batch=settings.data.prompts_per_batch + settings.data.extra_prompts,
             samples_per_prompt=settings.data.samples_per_prompt,
             num_iterations=settings.trainer.num_iterations,
             max_staleness=settings.pipeline.max_staleness,
@@ -329,6 +330,7 @@ def _rules_of(settings: TrainerSettings) -> AcceptanceRules:
         truncated=settings.trainer.truncated,
         incomplete_groups=settings.trainer.incomplete_groups,
         max_refills=settings.max_refill_prompts,
+        enough_groups=settings.data.prompts_per_batch if settings.data.extra_prompts else 0,
         max_tokens=settings.generator.max_tokens,
         overlong_buffer_tokens=settings.overlong_buffer_tokens,
         overlong_penalty=settings.trainer.overlong_penalty,

@@ -106,6 +106,10 @@ class TrainerSection(Section):
     lora_targets: tuple[str, ...] = ()
     """The layers that get adapters, by the last part of their names, such as "q_proj". Empty: every linear layer but
     the output layer."""
+    batch_deadline_s: Annotated[float, Field(ge=0, le=604_800)] = 0.0
+    """So many seconds after the iteration before has ended, answers that have not come are dropped (dropped.deadline),
+    and their groups are settled without them as `incomplete_groups` says. What is dropped are the longest answers, as
+    with `data.extra_prompts`. 0: they are waited for."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
     """DeepSpeed ZeRO: 0 nothing is sharded, 1 optimizer states, 2 gradients too, 3 weights too."""
     num_ranks: PositiveInt = 1
@@ -207,6 +211,11 @@ class DataSection(Section):
     another seed); a file needs another file."""
     prompts_per_batch: Annotated[int, Field(gt=0, le=1_000_000)] = 32
     """Prompts of one iteration."""
+    extra_prompts: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    """Over-generation: so many prompts more are asked for in each batch, and it is over when `prompts_per_batch` of
+    them have all their answers; the others are dropped, with what is there of them (dropped.deadline and
+    dropped.filtered). Generation ends without its longest answers, and the policy never learns from them: trained
+    answers get shorter than those that it gives (docs/dispatching.md). 0: every answer is waited for."""
     samples_per_prompt: Annotated[int, Field(gt=0, le=1_000_000)] = 8
     """Answers drawn for each training prompt."""
     prompt_field: str = "prompt"
@@ -340,6 +349,12 @@ class TrainerSettings(ServiceSettings):
             raise ValueError(
                 "trainer.max_refill_prompts is set, and data.samples_per_prompt is 1: one answer has nothing to differ "
                 "from"
+            )
+        if data.extra_prompts and self.max_refill_prompts:
+            raise ValueError(
+                f"data.extra_prompts is {data.extra_prompts}, and up to {self.max_refill_prompts} prompts of a batch "
+                "are replaced: which others are enough is not known before its end. Set trainer.max_refill_prompts "
+                "to 0, or leave data.extra_prompts at 0"
             )
         if trainer.steps_per_batch > data.prompts_per_batch:
             raise ValueError(

@@ -5,6 +5,7 @@ runs in one thread of its own; everything that can wait without it does so in ot
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ class LoopSettings:
     no_progress_s: float
     """0: never given up here."""
     checkpoint_folder: Path
+    batch_deadline_s: float = 0.0
+    """How long a batch's answers are waited for; 0: until they are there."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +187,8 @@ class TrainLoop:
         parts, key = self._parts, BatchKey(PURPOSE_TRAIN, self._lineage.iteration)
         training = parts.begin_batch(key.batch)
         train_s = 0.0
-        intake = self._collect(key, training)
+        deadline_s = time.monotonic() + (self._settings.batch_deadline_s or math.inf)
+        intake = self._collect(key, training, deadline_s)
         parts.pacing.before_training()
         while True:
             parts.control.show("training")
@@ -199,7 +203,7 @@ class TrainLoop:
             train_s += time.time() - started_s
             if intake.complete:
                 break
-            intake = self._collect(key, training)
+            intake = self._collect(key, training, deadline_s)
         parts.clock.end_iteration()
         self._progressed()
         self._figures = {"time/train_s": train_s}
@@ -358,13 +362,16 @@ class TrainLoop:
 
     # Waiting.
 
-    def _collect(self, key: BatchKey, training: BatchTraining) -> Intake:
-        """Waits for samples that are worth a pass, or for the end of the batch."""
+    def _collect(self, key: BatchKey, training: BatchTraining, deadline_s: float) -> Intake:
+        """Waits for samples that are worth a pass, or for the end of the batch, which comes at the deadline."""
         parts, min_tokens = self._parts, self._parts.pacing.min_tokens
         enough = None if min_tokens is None else partial(training.enough, min_tokens=min_tokens)
         started_s = time.time()
         with parts.clock.waiting():
-            while (taken := parts.collector.take(key, enough, _LOOK_AROUND_S)) is None:
+            while (taken := parts.collector.take(key, enough, self._until(deadline_s))) is None:
+                if time.monotonic() >= deadline_s and (num_cut := parts.collector.cut(key)):
+                    logger.warning("%s goes on without %d samples: its deadline is over", key, num_cut)
+                    continue
                 waits_for = f"rollouts of {key}: {parts.collector.progress(key)}"
                 parts.control.show("waiting", waits_for, parts.collector.waiting_rollouts())
                 self._look_around()
@@ -372,6 +379,11 @@ class TrainLoop:
                     raise StopAskedError
         parts.spans.write("wait", started_s, time.time(), detail="rollouts", batch=key.batch)
         return taken
+
+    def _until(self, deadline_s: float) -> float:
+        """How long to wait before the loop looks around, or before a deadline."""
+        left_s = deadline_s - time.monotonic()
+        return min(left_s, _LOOK_AROUND_S) if left_s > 0 else _LOOK_AROUND_S
 
     def _look_around(self) -> None:
         """What must be noticed while the loop waits."""

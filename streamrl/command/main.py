@@ -117,6 +117,12 @@ def _parser() -> argparse.ArgumentParser:
         "request", nargs="?", type=Path, metavar="FILE", help="a JSON object (default: standard input)"
     )
 
+    profile = _command(
+        commands, "profile", "streamrl.command.profile:profile", "measure how fast an engine of the settings is"
+    )
+    _settings_arguments(profile)
+    profile.add_argument("--out", type=Path, metavar="FILE", help="write it there too: a value for generator.profile")
+
     topics = _command(
         commands, "topics", "streamrl.command.topics:topics", "make, list or delete the topics of a run in its cluster"
     )

@@ -102,7 +102,10 @@ def plan_makespan(work: Work, members: Sequence[FleetMember]) -> MakespanPlan:
             if expected_s < min(best_s, promised):
                 best, best_s = cuts, expected_s
     tokens = work.num_samples * remaining.mean
-    return MakespanPlan(_deal(best, sets, order, outlook.stride, tokens, members), best_s)
+    # Where all get a bit of everything, what is alike is dealt in turn for the same reason.
+    rest = order[(best[-1][1] if best else 0) * outlook.stride :]
+    rest = rest[np.lexsort((-remaining.mean[rest], -remaining.risk[rest]))]
+    return MakespanPlan(_deal(best, sets, order, rest, outlook.stride, tokens, members), best_s)
 
 
 def expected_makespan_s(outlook: Outlook, sets: Sequence[_Set], cuts: Cuts) -> float:
@@ -257,16 +260,15 @@ def _deal(
     cuts: Cuts,
     sets: Sequence[_Set],
     order: NDArray[np.int64],
+    rest: NDArray[np.int64],
     stride: int,
     tokens: Array,
     members: Sequence[FleetMember],
 ) -> list[list[int]]:
     """The stretches as cut, dealt in turn inside a set; the rest to the instance that is done first."""
     shares: list[list[int]] = [[] for _ in members]
-    rest = 0
     for part, (start, end) in zip(sets, cuts, strict=False):
-        rest = end * stride
-        stretch = order[start * stride : rest].tolist()
+        stretch = order[start * stride : end * stride].tolist()
         for turn, member in enumerate(part.members):
             shares[member] += stretch[turn :: part.size]
     heap = [
@@ -274,7 +276,7 @@ def _deal(
         for turn, (part, member) in enumerate((part, member) for part in sets[len(cuts) :] for member in part.members)
     ]
     heapq.heapify(heap)
-    for prompt, work in zip(order[rest:].tolist(), tokens[order[rest:]].tolist(), strict=True):
+    for prompt, work in zip(rest.tolist(), tokens[rest].tolist(), strict=True):
         done_s, turn, member, token_s = heap[0]
         shares[member].append(prompt)
         heapq.heapreplace(heap, (done_s + work * token_s, turn, member, token_s))

@@ -39,21 +39,36 @@ class Move:
     """Index of the instance that should have it."""
 
 
-def choose_moves(
-    standing: Standing, profiles: Sequence[InstanceProfile], *, transfer_s: float, move_running: bool = True
-) -> list[Move]:
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What may move."""
+
+    transfer_s: float
+    """For how long an answer that moves is nowhere."""
+    move_running: bool = True
+    """Whether answers that have begun may."""
+    movable: NDArray[np.bool_] | None = None
+    """(n,) Which answers may; None: all."""
+    versions: Indices | None = None
+    """(N,) The weight version of each instance: an answer that has begun goes on only where it is the same. None: it
+    does not matter."""
+
+
+def choose_moves(standing: Standing, profiles: Sequence[InstanceProfile], rules: Rules) -> list[Move]:
     """The moves that make it likeliest that all is done soon; none if all is well.
 
     Args:
         profiles: of the N instances.
-        transfer_s: for how long an answer that moves is nowhere.
-        move_running: whether answers that have begun may move.
     """
     if len(profiles) < 2 or not len(standing.instance):
         return []
-    search = _Search(standing, profiles, transfer_s)
+    allowed = np.ones(len(standing.instance), dtype=bool) if rules.movable is None else rules.movable.copy()
+    if not rules.move_running:
+        allowed &= ~standing.running
+    if not allowed.any():
+        return []
+    search = _Search(standing, profiles, rules)
     moves: list[Move] = []
-    allowed = np.ones(len(standing.instance), dtype=bool) if move_running else ~standing.running
     tries = 0
     while len(moves) < _MOST_MOVES and tries < _MOST_TRIES:
         move = search.best_move(allowed)
@@ -70,7 +85,7 @@ def choose_moves(
 class _Search:
     """The fleet as it would be after the moves that were taken."""
 
-    def __init__(self, standing: Standing, profiles: Sequence[InstanceProfile], transfer_s: float) -> None:
+    def __init__(self, standing: Standing, profiles: Sequence[InstanceProfile], rules: Rules) -> None:
         self._profiles = profiles
         self._kinds = _kinds(profiles)
         self._prospect = Prospect(standing, profiles)
@@ -78,10 +93,12 @@ class _Search:
         self._everyone = np.arange(len(self._instance))
         size = len(profiles)
         there = standing.tokens_there
-        prefill_s = np.array([profile.prefill_token_s for profile in profiles])
-        self._stall_s = np.where(there > 0, there + standing.prompt_tokens, 0.0)[:, None] * prefill_s
-        """(n, N) for how long an instance stands still when an answer comes, beyond what it would cost anywhere."""
-        self._pause_s = np.where((there > 0) | standing.running, transfer_s, 0.0)
+        self._begun = (there > 0) | standing.running
+        self._versions = rules.versions
+        self._prefill_s = np.array([profile.prefill_token_s for profile in profiles])
+        self._stall_tokens = np.where(there > 0, there + standing.prompt_tokens, 0.0)
+        """(n,) tokens for which an instance stands still when an answer comes, beyond what it would cost anywhere."""
+        self._pause_s = np.where(self._begun, rules.transfer_s, 0.0)
         self._delay = np.zeros(len(self._instance))
         """(n,) seconds for which an answer that was moved does not go on."""
         self._stalled_s = np.zeros(size)
@@ -149,7 +166,8 @@ class _Search:
         won = np.maximum(without[each, source] - self._rough[source], 0.0)
         spared = self._chance[candidates] + self._gain[source] * won
         # Where it would be, it waits for a place, and others make fewer steps.
-        with_it = self._roughly(time_s - self._stall_s[candidates], self._tokens + mean, self._held + held)
+        stall_s = self._stall_tokens[candidates, None] * self._prefill_s
+        with_it = self._roughly(time_s - stall_s, self._tokens + mean, self._held + held)
         lost = np.maximum(self._rough - with_it, 0.0)
         steps = np.maximum(self._steps - lost, 0.0)
         queue = np.where(self._count >= places, self._tokens / places, 0.0)
@@ -157,6 +175,8 @@ class _Search:
         added = prospect.chance(candidates[:, None], steps - queue - paused) + self._loss * lost
         gain = spared[:, None] - added
         gain[each, source] = -np.inf
+        if self._versions is not None:
+            gain[self._begun[candidates, None] & (self._versions != self._versions[source, None])] = -np.inf
         row, target = divmod(int(np.argmax(gain)), len(self._profiles))
         return Move(int(candidates[row]), target) if gain[row, target] >= _LEAST_GAIN else None
 
@@ -172,7 +192,8 @@ class _Search:
         instance = self._instance[answers].copy()
         instance[answers == move.answer] = move.target
         offset = self._prospect.offsets(answers, instance)
-        stalled_s = self._stalled_s[both] + [0.0, self._stall_s[move.answer, move.target]]
+        stall_s = self._stall_tokens[move.answer] * self._prefill_s[move.target]
+        stalled_s = self._stalled_s[both] + [0.0, stall_s]
         steps = self._steps.copy()
         steps[both] = self._prospect.paces(answers, instance, offset, both).steps_by(self._time_s - stalled_s)
         pace = steps / max(self._time_s, 1e-9)

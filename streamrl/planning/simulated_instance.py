@@ -44,10 +44,13 @@ class SimulatedSequence:
 class SimulatedInstance:
     """Time and steps go on in `advance` only."""
 
-    def __init__(self, profile: InstanceProfile, on_steps: Callable[[int, float, float], None] | None = None) -> None:
+    def __init__(
+        self, profile: InstanceProfile, on_steps: Callable[[int, float, float, float], None] | None = None
+    ) -> None:
         """
         Args:
-            on_steps: told of (batch size, seconds, number of steps, perhaps broken) whenever steps are made.
+            on_steps: told of (batch size, seconds, number of steps, perhaps broken, tokens held, the mean over these
+                steps) whenever steps are made.
         """
         self.profile = profile
         self.time_s = 0.0
@@ -151,7 +154,8 @@ class SimulatedInstance:
             num_steps = min(self._steps_in(duration_s), num_steps)
             target = self._steps + num_steps
         if self._on_steps is not None:
-            self._on_steps(len(self.running), duration_s, num_steps)
+            size = len(self.running)
+            self._on_steps(size, duration_s, num_steps, self.held_tokens + size * num_steps / 2)
         self.time_s += duration_s
         self._steps = target
         return self._end_sequences()

@@ -95,9 +95,7 @@ class Prospect:
         active = np.where(since >= 0, self.chance(answers[:, None], since), 0.0)
         standing = self.standing
         there = (standing.tokens_there + standing.prompt_tokens)[answers, None]
-        owns = (instance[None, :] == members[:, None]).astype(np.float64)
-        batch = owns @ active
-        held = owns @ (active * (there + np.maximum(since, 0.0)))
+        batch, held = _sums_by(instance, members, active, active * (there + np.maximum(since, 0.0)))
         step_s = np.empty_like(batch)
         for row, member in enumerate(members.tolist()):
             profile = self.profiles[member]
@@ -105,6 +103,20 @@ class Prospect:
             step_s[row] += profile.held_token_s * held[row]
         passed = np.cumsum((step_s[:, 1:] + step_s[:, :-1]) / 2 * levels[1], axis=1)
         return Paces(levels, np.concatenate([np.zeros((len(members), 1)), passed], axis=1))
+
+
+def _sums_by(owner: Indices, members: Indices, *values: Array) -> list[Array]:
+    """Of (n, k) rows, the sum over those of each member, (members, k)."""
+    order = np.argsort(owner, kind="stable")
+    owners, first = np.unique(owner[order], return_index=True)
+    position = np.searchsorted(owners, members)
+    has_any = (position < len(owners)) & (owners[np.minimum(position, len(owners) - 1)] == members)
+    sums = []
+    for rows in values:
+        of_members = np.zeros((len(members), rows.shape[1]))
+        of_members[has_any] = np.add.reduceat(rows[order], first, axis=0)[position[has_any]]
+        sums.append(of_members)
+    return sums
 
 
 @dataclass(frozen=True)

@@ -226,19 +226,26 @@ class SampleDraw(google.protobuf.message.Message):
     SAMPLE_FIELD_NUMBER: builtins.int
     SEED_FIELD_NUMBER: builtins.int
     DISPATCH_FIELD_NUMBER: builtins.int
+    PREFIX_FIELD_NUMBER: builtins.int
     sample: builtins.int
     seed: builtins.int
     """Seed of its random draws: derived from run seed, identity and number of tokens already there."""
     dispatch: builtins.int
     """1 at first, raised by one each time the sample is given to an instance again."""
+    @property
+    def prefix(self) -> streamrl.v1.sample_pb2.AnswerPrefix:
+        """Set when the answer has begun elsewhere: it goes on behind these tokens, and its rollout holds them too."""
+
     def __init__(
         self,
         *,
         sample: builtins.int = ...,
         seed: builtins.int = ...,
         dispatch: builtins.int = ...,
+        prefix: streamrl.v1.sample_pb2.AnswerPrefix | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dispatch", b"dispatch", "sample", b"sample", "seed", b"seed"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["prefix", b"prefix"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["dispatch", b"dispatch", "prefix", b"prefix", "sample", b"sample", "seed", b"seed"]) -> None: ...
 
 global___SampleDraw = SampleDraw
 

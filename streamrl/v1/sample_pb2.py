@@ -24,23 +24,25 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18streamrl/v1/sample.proto\x12\x0bstreamrl.v1\"_\n\x08SampleId\x12%\n\x07purpose\x18\x01 \x01(\x0e\x32\x14.streamrl.v1.Purpose\x12\r\n\x05\x62\x61tch\x18\x02 \x01(\x03\x12\r\n\x05group\x18\x03 \x01(\x05\x12\x0e\n\x06sample\x18\x04 \x01(\x05\"S\n\x10SamplingSettings\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\x12\n\nmax_tokens\x18\x02 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\x05\"9\n\x0bVersionSpan\x12\x16\n\x0eweight_version\x18\x01 \x01(\x03\x12\x12\n\nnum_tokens\x18\x02 \x01(\x05*M\n\x07Purpose\x12\x17\n\x13PURPOSE_UNSPECIFIED\x10\x00\x12\x11\n\rPURPOSE_TRAIN\x10\x01\x12\x16\n\x12PURPOSE_EVALUATION\x10\x02*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*G\n\x0bLogprobMode\x12\x1c\n\x18LOGPROB_MODE_UNSPECIFIED\x10\x00\x12\x1a\n\x16LOGPROB_MODE_PROCESSED\x10\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18streamrl/v1/sample.proto\x12\x0bstreamrl.v1\"_\n\x08SampleId\x12%\n\x07purpose\x18\x01 \x01(\x0e\x32\x14.streamrl.v1.Purpose\x12\r\n\x05\x62\x61tch\x18\x02 \x01(\x03\x12\r\n\x05group\x18\x03 \x01(\x05\x12\x0e\n\x06sample\x18\x04 \x01(\x05\"S\n\x10SamplingSettings\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\x12\n\nmax_tokens\x18\x02 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\x05\"9\n\x0bVersionSpan\x12\x16\n\x0eweight_version\x18\x01 \x01(\x03\x12\x12\n\nnum_tokens\x18\x02 \x01(\x05\"d\n\x0c\x41nswerPrefix\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12/\n\rversion_spans\x18\x03 \x03(\x0b\x32\x18.streamrl.v1.VersionSpan*M\n\x07Purpose\x12\x17\n\x13PURPOSE_UNSPECIFIED\x10\x00\x12\x11\n\rPURPOSE_TRAIN\x10\x01\x12\x16\n\x12PURPOSE_EVALUATION\x10\x02*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*G\n\x0bLogprobMode\x12\x1c\n\x18LOGPROB_MODE_UNSPECIFIED\x10\x00\x12\x1a\n\x16LOGPROB_MODE_PROCESSED\x10\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'streamrl.v1.sample_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PURPOSE']._serialized_start=282
-  _globals['_PURPOSE']._serialized_end=359
-  _globals['_FINISHREASON']._serialized_start=361
-  _globals['_FINISHREASON']._serialized_end=456
-  _globals['_LOGPROBMODE']._serialized_start=458
-  _globals['_LOGPROBMODE']._serialized_end=529
+  _globals['_PURPOSE']._serialized_start=384
+  _globals['_PURPOSE']._serialized_end=461
+  _globals['_FINISHREASON']._serialized_start=463
+  _globals['_FINISHREASON']._serialized_end=558
+  _globals['_LOGPROBMODE']._serialized_start=560
+  _globals['_LOGPROBMODE']._serialized_end=631
   _globals['_SAMPLEID']._serialized_start=41
   _globals['_SAMPLEID']._serialized_end=136
   _globals['_SAMPLINGSETTINGS']._serialized_start=138
   _globals['_SAMPLINGSETTINGS']._serialized_end=221
   _globals['_VERSIONSPAN']._serialized_start=223
   _globals['_VERSIONSPAN']._serialized_end=280
+  _globals['_ANSWERPREFIX']._serialized_start=282
+  _globals['_ANSWERPREFIX']._serialized_end=382
 # @@protoc_insertion_point(module_scope)

@@ -154,3 +154,33 @@ class VersionSpan(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["num_tokens", b"num_tokens", "weight_version", b"weight_version"]) -> None: ...
 
 global___VersionSpan = VersionSpan
+
+@typing.final
+class AnswerPrefix(google.protobuf.message.Message):
+    """What there is of an answer that goes on on another instance."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    VERSION_SPANS_FIELD_NUMBER: builtins.int
+    @property
+    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """One for each token, natural logarithm."""
+
+    @property
+    def version_spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___VersionSpan]:
+        """They add up to the number of tokens."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        logprobs: collections.abc.Iterable[builtins.float] | None = ...,
+        version_spans: collections.abc.Iterable[global___VersionSpan] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["logprobs", b"logprobs", "token_ids", b"token_ids", "version_spans", b"version_spans"]) -> None: ...
+
+global___AnswerPrefix = AnswerPrefix

@@ -99,6 +99,7 @@ class RegisterRequest(google.protobuf.message.Message):
     MAX_RUNNING_FIELD_NUMBER: builtins.int
     KV_CACHE_TOKENS_FIELD_NUMBER: builtins.int
     TOKENIZER_DIGEST_FIELD_NUMBER: builtins.int
+    PROFILE_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     attempt: builtins.int
     instance: builtins.str
@@ -112,6 +113,10 @@ class RegisterRequest(google.protobuf.message.Message):
     kv_cache_tokens: builtins.int
     """Tokens that its KV cache holds."""
     tokenizer_digest: builtins.str
+    @property
+    def profile(self) -> global___EngineProfile:
+        """Absent: it has not measured."""
+
     def __init__(
         self,
         *,
@@ -124,10 +129,40 @@ class RegisterRequest(google.protobuf.message.Message):
         max_running: builtins.int = ...,
         kv_cache_tokens: builtins.int = ...,
         tokenizer_digest: builtins.str = ...,
+        profile: global___EngineProfile | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "attempt", b"attempt", "instance", b"instance", "kv_cache_tokens", b"kv_cache_tokens", "max_running", b"max_running", "pid", b"pid", "run_id", b"run_id", "site", b"site", "tokenizer_digest", b"tokenizer_digest"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["profile", b"profile"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "attempt", b"attempt", "instance", b"instance", "kv_cache_tokens", b"kv_cache_tokens", "max_running", b"max_running", "pid", b"pid", "profile", b"profile", "run_id", b"run_id", "site", b"site", "tokenizer_digest", b"tokenizer_digest"]) -> None: ...
 
 global___RegisterRequest = RegisterRequest
+
+@typing.final
+class EngineProfile(google.protobuf.message.Message):
+    """How fast an engine is, as it was measured before the instance registered."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: builtins.int
+    HELD_TOKEN_S_FIELD_NUMBER: builtins.int
+    PREFILL_TOKEN_S_FIELD_NUMBER: builtins.int
+    held_token_s: builtins.float
+    """What each token in the cache adds to a step."""
+    prefill_token_s: builtins.float
+    """A token of a prompt, until the cache holds it."""
+    @property
+    def steps(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StepLatency]:
+        """By batch size."""
+
+    def __init__(
+        self,
+        *,
+        steps: collections.abc.Iterable[global___StepLatency] | None = ...,
+        held_token_s: builtins.float = ...,
+        prefill_token_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["held_token_s", b"held_token_s", "prefill_token_s", b"prefill_token_s", "steps", b"steps"]) -> None: ...
+
+global___EngineProfile = EngineProfile
 
 @typing.final
 class RegisterResponse(google.protobuf.message.Message):
@@ -165,17 +200,21 @@ class StepLatency(google.protobuf.message.Message):
     BATCH_SIZE_FIELD_NUMBER: builtins.int
     LATENCY_S_FIELD_NUMBER: builtins.int
     NUM_STEPS_FIELD_NUMBER: builtins.int
+    HELD_TOKENS_FIELD_NUMBER: builtins.int
     batch_size: builtins.int
     latency_s: builtins.float
     num_steps: builtins.int
+    held_tokens: builtins.float
+    """Tokens in the cache, mean over these steps."""
     def __init__(
         self,
         *,
         batch_size: builtins.int = ...,
         latency_s: builtins.float = ...,
         num_steps: builtins.int = ...,
+        held_tokens: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batch_size", b"batch_size", "latency_s", b"latency_s", "num_steps", b"num_steps"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_size", b"batch_size", "held_tokens", b"held_tokens", "latency_s", b"latency_s", "num_steps", b"num_steps"]) -> None: ...
 
 global___StepLatency = StepLatency
 
@@ -202,6 +241,7 @@ class HeartbeatRequest(google.protobuf.message.Message):
     PHASE_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
     DEAD_LETTERS_FIELD_NUMBER: builtins.int
+    PROGRESS_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     attempt: builtins.int
     instance: builtins.str
@@ -221,7 +261,7 @@ class HeartbeatRequest(google.protobuf.message.Message):
     @property
     def step_latencies(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StepLatency]: ...
     @property
-    def revoked(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[streamrl.v1.sample_pb2.SampleId]:
+    def revoked(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GivenBack]:
         """These will not be sent by this instance: the answer to a revoke, or given back when it drains."""
 
     @property
@@ -229,6 +269,10 @@ class HeartbeatRequest(google.protobuf.message.Message):
         """Answer to a revoke: these had already been sent or are not known here any more, or have begun and were asked for
         only if they had not.
         """
+
+    @property
+    def progress(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BatchProgress]:
+        """How far the answers are that have begun."""
 
     def __init__(
         self,
@@ -245,15 +289,79 @@ class HeartbeatRequest(google.protobuf.message.Message):
         finished_samples: builtins.int = ...,
         event_loop_lag_s: builtins.float = ...,
         step_latencies: collections.abc.Iterable[global___StepLatency] | None = ...,
-        revoked: collections.abc.Iterable[streamrl.v1.sample_pb2.SampleId] | None = ...,
+        revoked: collections.abc.Iterable[global___GivenBack] | None = ...,
         not_revoked: collections.abc.Iterable[streamrl.v1.sample_pb2.SampleId] | None = ...,
         phase: global___FleetPhase.ValueType = ...,
         draining: builtins.bool = ...,
         dead_letters: builtins.int = ...,
+        progress: collections.abc.Iterable[global___BatchProgress] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "busy_s", b"busy_s", "dead_letters", b"dead_letters", "draining", b"draining", "event_loop_lag_s", b"event_loop_lag_s", "finished_samples", b"finished_samples", "generated_tokens", b"generated_tokens", "incarnation", b"incarnation", "instance", b"instance", "not_revoked", b"not_revoked", "phase", b"phase", "revoked", b"revoked", "run_id", b"run_id", "running", b"running", "step_latencies", b"step_latencies", "waiting", b"waiting", "weight_version", b"weight_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "busy_s", b"busy_s", "dead_letters", b"dead_letters", "draining", b"draining", "event_loop_lag_s", b"event_loop_lag_s", "finished_samples", b"finished_samples", "generated_tokens", b"generated_tokens", "incarnation", b"incarnation", "instance", b"instance", "not_revoked", b"not_revoked", "phase", b"phase", "progress", b"progress", "revoked", b"revoked", "run_id", b"run_id", "running", b"running", "step_latencies", b"step_latencies", "waiting", b"waiting", "weight_version", b"weight_version"]) -> None: ...
 
 global___HeartbeatRequest = HeartbeatRequest
+
+@typing.final
+class GivenBack(google.protobuf.message.Message):
+    """A sample that an instance gives back."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ID_FIELD_NUMBER: builtins.int
+    DISPATCH_FIELD_NUMBER: builtins.int
+    PREFIX_FIELD_NUMBER: builtins.int
+    dispatch: builtins.int
+    """Of the dispatch that is given back: said again, it takes nothing from a later one."""
+    @property
+    def id(self) -> streamrl.v1.sample_pb2.SampleId: ...
+    @property
+    def prefix(self) -> streamrl.v1.sample_pb2.AnswerPrefix:
+        """Set when it had begun and goes on elsewhere."""
+
+    def __init__(
+        self,
+        *,
+        id: streamrl.v1.sample_pb2.SampleId | None = ...,
+        dispatch: builtins.int = ...,
+        prefix: streamrl.v1.sample_pb2.AnswerPrefix | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["id", b"id", "prefix", b"prefix"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["dispatch", b"dispatch", "id", b"id", "prefix", b"prefix"]) -> None: ...
+
+global___GivenBack = GivenBack
+
+@typing.final
+class BatchProgress(google.protobuf.message.Message):
+    """How far the answers of one batch are on one instance: three lists of one length."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PURPOSE_FIELD_NUMBER: builtins.int
+    BATCH_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
+    SAMPLES_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    purpose: streamrl.v1.sample_pb2.Purpose.ValueType
+    batch: builtins.int
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def samples(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def num_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Tokens that are there, those that came from another instance included."""
+
+    def __init__(
+        self,
+        *,
+        purpose: streamrl.v1.sample_pb2.Purpose.ValueType = ...,
+        batch: builtins.int = ...,
+        groups: collections.abc.Iterable[builtins.int] | None = ...,
+        samples: collections.abc.Iterable[builtins.int] | None = ...,
+        num_tokens: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch", b"batch", "groups", b"groups", "num_tokens", b"num_tokens", "purpose", b"purpose", "samples", b"samples"]) -> None: ...
+
+global___BatchProgress = BatchProgress
 
 @typing.final
 class HeartbeatResponse(google.protobuf.message.Message):
@@ -267,6 +375,7 @@ class HeartbeatResponse(google.protobuf.message.Message):
     NEWEST_WEIGHT_VERSION_FIELD_NUMBER: builtins.int
     PHASE_FIELD_NUMBER: builtins.int
     REVOKE_UNSTARTED_FIELD_NUMBER: builtins.int
+    HAND_OVER_FIELD_NUMBER: builtins.int
     lease_granted: builtins.bool
     """False: the incarnation is not (or no longer) known. Stop everything and register again."""
     lease_s: builtins.float
@@ -281,6 +390,12 @@ class HeartbeatResponse(google.protobuf.message.Message):
     def revoke_unstarted(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[streamrl.v1.sample_pb2.SampleId]:
         """Samples to give back unless they have begun, for an instance that has room: answered as revoke."""
 
+    @property
+    def hand_over(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[streamrl.v1.sample_pb2.SampleId]:
+        """Samples to give back for another instance whether they have begun or not, with the tokens that they have:
+        answered as revoke.
+        """
+
     def __init__(
         self,
         *,
@@ -290,9 +405,10 @@ class HeartbeatResponse(google.protobuf.message.Message):
         newest_weight_version: builtins.int | None = ...,
         phase: global___FleetPhase.ValueType = ...,
         revoke_unstarted: collections.abc.Iterable[streamrl.v1.sample_pb2.SampleId] | None = ...,
+        hand_over: collections.abc.Iterable[streamrl.v1.sample_pb2.SampleId] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_newest_weight_version", b"_newest_weight_version", "newest_weight_version", b"newest_weight_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_newest_weight_version", b"_newest_weight_version", "lease_granted", b"lease_granted", "lease_s", b"lease_s", "newest_weight_version", b"newest_weight_version", "phase", b"phase", "revoke", b"revoke", "revoke_unstarted", b"revoke_unstarted"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_newest_weight_version", b"_newest_weight_version", "hand_over", b"hand_over", "lease_granted", b"lease_granted", "lease_s", b"lease_s", "newest_weight_version", b"newest_weight_version", "phase", b"phase", "revoke", b"revoke", "revoke_unstarted", b"revoke_unstarted"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_newest_weight_version", b"_newest_weight_version"]) -> typing.Literal["newest_weight_version"] | None: ...
 
 global___HeartbeatResponse = HeartbeatResponse
@@ -654,10 +770,20 @@ class GetFleetResponse(google.protobuf.message.Message):
     WAITS_FIELD_NUMBER: builtins.int
     REDISPATCHED_FIELD_NUMBER: builtins.int
     DEAD_LETTERS_FIELD_NUMBER: builtins.int
+    MOVED_FIELD_NUMBER: builtins.int
+    MOVED_TOKENS_FIELD_NUMBER: builtins.int
     LENGTH_RECALL_FIELD_NUMBER: builtins.int
+    CUT_FIELD_NUMBER: builtins.int
+    CUT_TOKENS_FIELD_NUMBER: builtins.int
     newest_weight_version: builtins.int
     redispatched: builtins.int
     dead_letters: builtins.int
+    moved: builtins.int
+    """Answers that went on on another instance after they had begun, and the tokens that they had."""
+    moved_tokens: builtins.int
+    cut: builtins.int
+    """Samples that ran when the trainer dropped them, and the tokens that they had."""
+    cut_tokens: builtins.int
     @property
     def instances(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Instance]: ...
     @property
@@ -679,10 +805,14 @@ class GetFleetResponse(google.protobuf.message.Message):
         waits: collections.abc.Iterable[builtins.str] | None = ...,
         redispatched: builtins.int = ...,
         dead_letters: builtins.int = ...,
+        moved: builtins.int = ...,
+        moved_tokens: builtins.int = ...,
         length_recall: global___LengthRecall | None = ...,
+        cut: builtins.int = ...,
+        cut_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_length_recall", b"_length_recall", "_newest_weight_version", b"_newest_weight_version", "length_recall", b"length_recall", "newest_weight_version", b"newest_weight_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_length_recall", b"_length_recall", "_newest_weight_version", b"_newest_weight_version", "batches", b"batches", "dead_letters", b"dead_letters", "instances", b"instances", "length_recall", b"length_recall", "newest_weight_version", b"newest_weight_version", "redispatched", b"redispatched", "waits", b"waits"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_length_recall", b"_length_recall", "_newest_weight_version", b"_newest_weight_version", "batches", b"batches", "cut", b"cut", "cut_tokens", b"cut_tokens", "dead_letters", b"dead_letters", "instances", b"instances", "length_recall", b"length_recall", "moved", b"moved", "moved_tokens", b"moved_tokens", "newest_weight_version", b"newest_weight_version", "redispatched", b"redispatched", "waits", b"waits"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_length_recall", b"_length_recall"]) -> typing.Literal["length_recall"] | None: ...
     @typing.overload

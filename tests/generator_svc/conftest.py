@@ -16,6 +16,7 @@ import pytest
 from generator_svc.engine import GenerationRequest, GenerationResult, SwitchReport
 from generator_svc.main import serve
 from generator_svc.settings import GeneratorSettings
+from generator_svc.step_latencies import StepSpeed
 from streamrl.digest import bytes_digest, version_digest
 from streamrl.errors import EngineDiedError, WeightTransferError
 from streamrl.kafka.connection import Connection
@@ -30,11 +31,14 @@ from streamrl.v1.scheduler_pb2 import (
     FLEET_PHASE_GENERATE,
     DrainRequest,
     DrainResponse,
+    EngineProfile,
     FleetPhase,
+    GivenBack,
     HeartbeatRequest,
     HeartbeatResponse,
     RegisterRequest,
     RegisterResponse,
+    StepLatency,
 )
 from streamrl.v1.scheduler_pb2_grpc import SchedulerServiceServicer, add_SchedulerServiceServicer_to_server
 from streamrl.v1.weights_pb2 import (
@@ -111,6 +115,16 @@ class ScriptedEngine:
         }
         self.answers[key].set_result(GenerationResult(**{**fields, **changes}))
 
+    async def interrupt(self, request_id: str) -> None:
+        key = request_id.split("/", 1)[1].rpartition("/")[0]
+        if key in self.answers:
+            self.end(
+                key, token_ids=[7], logprobs=[-0.5], version_spans=[(self.version, 1)], finish_reason="interrupted"
+            )
+
+    def progress(self) -> dict[str, int]:
+        return {self.requests[key].request_id: 1 for key in self.answers}
+
     async def died(self) -> None:
         await self.death.wait()
 
@@ -141,8 +155,11 @@ class ScriptedEngine:
     def running(self) -> int:
         return min(len(self.answers), self.max_running)
 
-    def step_latencies(self) -> list[tuple[int, float, int]]:
-        return [(4, 0.002, 10)]
+    def step_latencies(self) -> list[StepSpeed]:
+        return [StepSpeed(4, 0.002, 10, 100.0)]
+
+    def known_profile(self) -> EngineProfile | None:
+        return EngineProfile(steps=[StepLatency(batch_size=1, latency_s=0.001, num_steps=1)], prefill_token_s=0.5)
 
     async def pause(self) -> None:
         self.history.append("pause")
@@ -221,7 +238,12 @@ class ScriptedScheduler(SchedulerServiceServicer):
         self.say()
 
     def revoked(self) -> set[str]:
-        return {key_of(sample_id) for heartbeat in self.heartbeats for sample_id in heartbeat.revoked}
+        return {key_of(given_back.id) for heartbeat in self.heartbeats for given_back in heartbeat.revoked}
+
+    def handed_over(self) -> dict[str, GivenBack]:
+        """What came back with a beginning."""
+        given_back = [one for heartbeat in self.heartbeats for one in heartbeat.revoked]
+        return {key_of(one.id): one for one in given_back if one.HasField("prefix")}
 
     def not_revoked(self) -> set[str]:
         return {key_of(sample_id) for heartbeat in self.heartbeats for sample_id in heartbeat.not_revoked}

@@ -3,7 +3,9 @@
 import asyncio
 import json
 import math
+import statistics
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +123,7 @@ def test_a_free_place_goes_to_the_lowest_priority_number(play: Callable[..., Non
     async def scenario(engine: FakeEngine) -> None:
         late, soon = await all_at_once(engine, request("late", priority=2), request("soon", priority=1))
         assert soon.started_s <= late.started_s
-        assert engine.step_latencies() == [(1, pytest.approx(0.01), 20)]
+        assert [steps[:3] for steps in engine.step_latencies()] == [(1, pytest.approx(0.01), 20)]
 
     play(scenario, max_running=1)
 
@@ -130,9 +132,49 @@ def test_steps_take_what_the_profile_says_for_the_sequences_in_them(play: Callab
     async def scenario(engine: FakeEngine) -> None:
         await all_at_once(engine, request("a", num_tokens=10), request("b", num_tokens=4))
         # Four steps together, then six alone.
-        assert engine.step_latencies() == [(1, pytest.approx(0.01), 6), (2, pytest.approx(0.03), 4)]
+        alone, together = engine.step_latencies()
+        assert alone[:3] == (1, pytest.approx(0.01), 6)
+        # Two prompts of two tokens, and on average two more of each.
+        assert together == (2, pytest.approx(0.03), 4, pytest.approx(8.0))
 
     play(scenario, step_ms={1: 10.0, 2: 30.0})
+
+
+def test_an_interrupted_answer_goes_on_elsewhere_from_where_it_stands(play: Callable[..., None]) -> None:
+    async def scenario(engine: FakeEngine) -> None:
+        drawing = [
+            asyncio.create_task(engine.generate(request(name, num_tokens=1000, max_tokens=1000))) for name in "ab"
+        ]
+        await asyncio.sleep(0.02)
+        assert engine.running() == 1
+        assert engine.progress().keys() == {"a"}
+        for name in ("a", "b", "nobody"):
+            await engine.interrupt(name)
+        begun, waiting = await asyncio.gather(*drawing)
+        assert (begun.finish_reason, waiting.finish_reason) == ("interrupted", "interrupted")
+        assert waiting.token_ids == waiting.logprobs == waiting.version_spans == []
+        there = len(begun.token_ids)
+        assert 0 < there < 1000
+        assert begun.version_spans == [(0, there)]
+        rest = await engine.generate(
+            replace(request("a", num_tokens=1000, max_tokens=1000), prefix_token_ids=begun.token_ids)
+        )
+        assert (len(rest.token_ids), rest.finish_reason) == (1000 - there, "stop")
+        assert rest.version_spans == [(0, 1000 - there)]
+
+    play(scenario, speed=20.0, max_running=1)
+
+
+def test_a_made_up_answer_that_goes_on_is_as_long_as_those_that_have_come_so_far() -> None:
+    def length(seed: int, there: int) -> int:
+        asked = GenerationRequest("a", [4], 1.0, 10_000, [STOP], seed, 0, prefix_token_ids=[5] * there)
+        return log_normal_length(asked)
+
+    whole = [length(seed, 0) for seed in range(4000)]
+    longer = [tokens for tokens in whole if tokens > 40]
+    going_on = [length(seed, 40) for seed in range(4000)]
+    assert min(going_on) > 40
+    assert statistics.median(going_on) == pytest.approx(statistics.median(longer), rel=0.05)
 
 
 def test_a_switch_in_flight_splits_the_running_answers_between_versions(
@@ -210,7 +252,7 @@ def test_a_sequence_aborted_before_its_turn_never_runs(play: Callable[..., None]
         aborted.cancel()
         await engine.resume()
         await kept
-        assert engine.step_latencies() == [(1, pytest.approx(0.01), 10)]
+        assert [steps[:3] for steps in engine.step_latencies()] == [(1, pytest.approx(0.01), 10)]
 
     play(scenario)
 
@@ -258,7 +300,7 @@ def test_it_takes_as_long_as_the_fleet_simulation_says(play: Callable[..., None]
         results = await all_at_once(engine, *requests)
         assert [len(result.token_ids) for result in results] == lengths
         # Sums of simulated time: what the clock says does not matter.
-        found_s = sum(latency_s * num_steps for _, latency_s, num_steps in engine.step_latencies())
+        found_s = sum(steps.latency_s * steps.num_steps for steps in engine.step_latencies())
         assert found_s == pytest.approx(busy_s, rel=0.02)
 
     play(scenario, step_ms=step_ms, held_token_ms=0.01, prefill_token_ms=1.0, kv_cache_tokens=kv_cache_tokens)

@@ -19,7 +19,7 @@ from streamrl.v1.generator_pb2 import (
     GeneratorServiceResumeRequest,
 )
 from streamrl.v1.generator_pb2_grpc import GeneratorServiceStub
-from streamrl.v1.records_pb2 import ROLLOUT_STATUS_FAILED, ROLLOUT_STATUS_OK
+from streamrl.v1.records_pb2 import ROLLOUT_STATUS_FAILED, ROLLOUT_STATUS_OK, SampleDraw
 from streamrl.v1.sample_pb2 import (
     FINISH_REASON_STOP,
     LOGPROB_MODE_PROCESSED,
@@ -71,7 +71,8 @@ def test_an_assignment_becomes_rollouts(play: Play) -> None:
             beat = site.scheduler.heartbeats[-1]
             assert (beat.generated_tokens, beat.running, beat.waiting, beat.weight_version) == (6, 0, 0, 0)
             assert beat.busy_s > 0
-            assert beat.step_latencies[0].batch_size == 4
+            assert (beat.step_latencies[0].batch_size, beat.step_latencies[0].held_tokens) == (4, 100.0)
+            assert who.profile.prefill_token_s == 0.5
 
     play(scenario)
 
@@ -171,10 +172,47 @@ def test_a_sample_that_has_begun_is_not_given_back_to_be_moved(play: Play) -> No
             site.scheduler.say(revoke_unstarted=[train(0, 0), train(0, 2), train(9, 3)])
             await until(site, lambda: site.scheduler.revoked() == {"0/0/2", "9/0/3"})
             await until(site, lambda: site.scheduler.not_revoked() == {"0/0/0"})
-            assert site.engine.aborted == ["0/0/2"]
+            assert "0/0/2" not in site.engine.answers
             site.engine.end("0/0/0")
             site.engine.end("0/0/1")
             assert {rollout.id.sample for rollout in await site.rollouts(2)} == {0, 1}
+
+    play(scenario)
+
+
+def test_an_answer_that_has_begun_is_handed_over_and_goes_on_from_there(play: Play) -> None:
+    async def scenario(site: Site) -> None:
+        async with site.instance():
+            await site.registered()
+            site.assign(0, [0, 1])
+            await site.running("0/0/0", "0/0/1")
+            await until(site, lambda: site.scheduler.heartbeats[-1].progress)
+            (progress,) = site.scheduler.heartbeats[-1].progress
+            assert (progress.purpose, progress.batch) == (PURPOSE_TRAIN, 0)
+            assert (list(progress.groups), list(progress.num_tokens)) == ([0, 0], [1, 1])
+            assert sorted(progress.samples) == [0, 1]
+            site.scheduler.say(hand_over=[train(0, 0), train(0, 2)])
+            await until(site, lambda: "0/0/0" in site.scheduler.handed_over())
+            given_back = site.scheduler.handed_over()["0/0/0"]
+            assert given_back.dispatch == 1
+            assert (list(given_back.prefix.token_ids), list(given_back.prefix.logprobs)) == ([7], [-0.5])
+            assert site.engine.aborted == []
+            site.assign(0, [], draws=[SampleDraw(sample=0, seed=9, dispatch=2, prefix=given_back.prefix)])
+            await site.running("0/0/0")
+            request = site.engine.requests["0/0/0"]
+            assert (request.prompt_token_ids, request.prefix_token_ids) == ([4, 5], [7])
+            await until(site, lambda: 2 in site.scheduler.heartbeats[-1].progress[0].num_tokens)
+            # One that had not come yet is given back when it does.
+            site.assign(0, [2])
+            await until(site, lambda: "0/0/2" in site.scheduler.revoked())
+            site.engine.end("0/0/0", version_spans=[(0, 3)])
+            (rollout,) = await site.rollouts(1)
+            assert (rollout.id.sample, rollout.dispatch) == (0, 2)
+            assert list(rollout.token_ids) == [7, 7, 8, 1]
+            assert list(rollout.logprobs) == [-0.5, -0.5, -0.25, -0.125]
+            assert [(span.weight_version, span.num_tokens) for span in rollout.version_spans] == [(0, 4)]
+            site.scheduler.say(hand_over=[train(0, 0)])
+            await until(site, lambda: site.scheduler.not_revoked() == {"0/0/0"})
 
     play(scenario)
 
@@ -397,7 +435,7 @@ def test_a_drain_does_not_wait_for_ever(play: Play) -> None:
             await site.running("0/0/0")
             site.stop.set()
             await life
-            assert site.scheduler.revoked() == {"0/0/0"}
+            assert site.scheduler.handed_over().keys() == {"0/0/0"}
             assert site.scheduler.drained[0].stopped
 
     play(scenario)

@@ -1,11 +1,12 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from generator_svc.sample import ModelLimits, problem_of, samples_of
 from streamrl.v1.records_pb2 import Assignment, SampleDraw
-from streamrl.v1.sample_pb2 import PURPOSE_TRAIN, SamplingSettings
+from streamrl.v1.sample_pb2 import PURPOSE_TRAIN, AnswerPrefix, SamplingSettings, VersionSpan
 
 LIMITS = ModelLimits(max_model_len=16, vocab_size=100)
 
@@ -78,3 +79,39 @@ def test_a_config_that_does_not_say_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="max_model_len"):
         ModelLimits.of(tmp_path, 0)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "problem"),
+    [
+        ({}, ""),
+        ({"logprobs": [-1.0]}, "do not fit"),
+        ({"version_spans": [VersionSpan(weight_version=1, num_tokens=1)]}, "do not fit"),
+        ({"token_ids": [2, 1]}, "ends the answer"),
+        ({"token_ids": [2, 100]}, "vocabulary"),
+        ({"version_spans": [VersionSpan(weight_version=v, num_tokens=1) for v in (2, 1)]}, "fall"),
+        (
+            {
+                "token_ids": [2] * 8,
+                "logprobs": [-1.0] * 8,
+                "version_spans": [VersionSpan(weight_version=1, num_tokens=8)],
+            },
+            "8 is the most",
+        ),
+    ],
+)
+def test_an_answer_goes_on_only_behind_a_beginning_that_makes_sense(prefix: dict[str, Any], problem: str) -> None:
+    fields = {
+        "token_ids": [2, 3],
+        "logprobs": [-1.0, -1.0],
+        "version_spans": [VersionSpan(weight_version=1, num_tokens=2)],
+        **prefix,
+    }
+    assignment = make_assignment()
+    assignment.draws[1].prefix.CopyFrom(AnswerPrefix(**fields))
+    found = problem_of(assignment, LIMITS)
+    assert (problem in found and "sample 4" in found) if problem else not found
+    first, second = samples_of(assignment, received_s=0.0)
+    assert len(first.prefix) == 0
+    assert second.prefix.token_ids == tuple(fields["token_ids"])
+    assert second.prefix.to_proto() == assignment.draws[1].prefix

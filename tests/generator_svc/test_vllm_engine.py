@@ -6,13 +6,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from generator_svc.answer_prefix import Prefix
 from generator_svc.engine import GenerationRequest, GenerationResult
+from generator_svc.profiler import Profiler
+from generator_svc.sample import ModelLimits
 from generator_svc.vllm_engine import VllmEngine
 from generator_svc.vllm_settings import VllmSettings
 from generator_svc.weight_fetcher import WeightSource
@@ -212,6 +216,41 @@ def test_running_sequences_go_on_under_the_new_version_as_if_it_had_computed_the
         lab.assert_agrees(asked, result)
 
 
+def test_an_interrupted_answer_goes_on_from_its_tokens_as_if_nothing_had_been(lab: Lab) -> None:
+    lab.load(0)
+    # More than have a place: some are interrupted before they begin.
+    requests = [request(number, max_tokens=120, stop=False) for number in range(20)]
+
+    async def scenario() -> list[GenerationResult]:
+        tasks = [asyncio.create_task(lab.engine.generate(request)) for request in requests]
+        await begun(lab.engine, 16)
+        while max(lab.engine.progress().values(), default=0) < 10:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        await asyncio.gather(*(lab.engine.interrupt(request.request_id) for request in requests))
+        return await asyncio.gather(*tasks)
+
+    firsts = lab.run(scenario())
+    assert {result.finish_reason for result in firsts} == {"interrupted"}
+    assert lab.engine.progress() == {}
+    assert sum(len(result.token_ids) >= 10 for result in firsts) == 16
+    assert any(not result.token_ids for result in firsts)
+    for asked, first in zip(requests, firsts, strict=True):
+        lab.assert_agrees(asked, first)
+    rest = [
+        replace(asked, request_id=f"again{number}", prefix_token_ids=first.token_ids, seed=1000 + number)
+        for number, (asked, first) in enumerate(zip(requests, firsts, strict=True))
+    ]
+    for asked, first, second in zip(requests, firsts, lab.run(generate_all(lab.engine, rest)), strict=True):
+        assert (len(first.token_ids) + len(second.token_ids), second.finish_reason) == (120, "length")
+        whole = Prefix().followed_by(first).followed_by(second)
+        assert whole.version_spans == ((0, 120),)
+        result = replace(
+            second, token_ids=list(whole.token_ids), logprobs=list(whole.logprobs), version_spans=[(0, 120)]
+        )
+        lab.assert_agrees(asked, result)
+    lab.run(lab.engine.interrupt("nobody"))
+
+
 def test_scores_are_the_models_and_read_no_cache(lab: Lab) -> None:
     tokens = [1, 7, 5, 9, 11, 80]
     for version in (0, 1):
@@ -298,10 +337,23 @@ def test_steps_are_measured_by_batch_size(lab: Lab) -> None:
     lab.engine.step_latencies()
     lab.run(generate_all(lab.engine, [request(number, max_tokens=40, stop=False) for number in range(16)]))
     measured = lab.engine.step_latencies()
-    assert max(size for size, _, _ in measured) == 16
-    assert sum(steps for _, _, steps in measured) >= 39
-    assert all(seconds > 0 for _, seconds, _ in measured)
+    assert max(steps.batch_size for steps in measured) == 16
+    assert sum(steps.num_steps for steps in measured) >= 39
+    assert all(steps.latency_s > 0 and steps.held_tokens > 0 for steps in measured)
     assert lab.engine.step_latencies() == []
+
+
+def test_an_engine_is_measured_by_made_up_requests(lab: Lab) -> None:
+    lab.load(0)
+    profile = lab.run(Profiler(lab.engine, ModelLimits(MAX_MODEL_LEN, 133), 2.0).measure())
+    assert {1, 16} <= {step.batch_size for step in profile.steps}
+    assert all(step.latency_s > 0 for step in profile.steps)
+    assert profile.prefill_token_s > 0
+    assert profile.held_token_s >= 0
+    # It leaves nothing behind.
+    result = lab.run(lab.engine.generate(request(1)))
+    lab.assert_agrees(request(1), result)
+    assert lab.engine.running() == 0
 
 
 def test_kept_caches_stay_with_the_answers_that_have_begun(keeping_lab: Lab) -> None:

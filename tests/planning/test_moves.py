@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.paper_workload import PREFILL_TOKEN_S, TOKEN_LATENCY
 from streamrl.planning.forecast import LengthForecast
-from streamrl.planning.moves import Move, choose_moves
+from streamrl.planning.moves import Move, Rules, choose_moves
 from streamrl.planning.profile import InstanceProfile
 from streamrl.planning.standing import Standing
 
@@ -25,7 +25,7 @@ def standing(answers: list[tuple[float, int, bool, float]]) -> Standing:
 
 
 def moves(answers: list[tuple[float, int, bool, float]], size: int = 2, **other: Any) -> list[Move]:
-    return choose_moves(standing(answers), [PROFILE] * size, **{"transfer_s": 0.3, **other})
+    return choose_moves(standing(answers), [PROFILE] * size, Rules(**{"transfer_s": 0.3, **other}))
 
 
 def test_waiting_answers_leave_an_instance_that_ends_late() -> None:
@@ -57,9 +57,24 @@ def test_running_answers_stay_when_they_may_not_move() -> None:
     assert moves([(20_000.0, 0, True, 3000.0), *crowd], move_running=False) == []
 
 
+def test_what_must_not_move_stays() -> None:
+    crowd = [(15_000.0, 0, True, 3000.0)] * 7
+    movable = np.array([False] + [True] * 7)
+    assert all(move.answer != 0 for move in moves([(20_000.0, 0, True, 3000.0), *crowd], movable=movable))
+
+
+def test_a_running_answer_goes_only_where_the_weights_are_the_same() -> None:
+    answers = [(20_000.0, 0, True, 3000.0), *[(15_000.0, 0, True, 3000.0)] * 7]
+    found = moves(answers, size=3, versions=np.array([1, 2, 1]))
+    assert found
+    assert {move.target for move in found} == {2}
+    waiting = [(5000.0, 0, True, 0.0)] * 8 + [(5000.0, 0, False, 0.0)] * 8
+    assert moves(waiting, versions=np.array([1, 2]))
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_idle_fleet_moves_nothing(size: int) -> None:
     nothing = np.zeros(0)
     indices = np.zeros(0, dtype=np.int64)
     idle = Standing(LengthForecast.exact([]), indices, indices, indices.astype(bool), nothing, nothing, nothing)
-    assert choose_moves(idle, [PROFILE] * size, transfer_s=0.3) == []
+    assert choose_moves(idle, [PROFILE] * size, Rules(transfer_s=0.3)) == []

@@ -180,7 +180,15 @@ class SchedulerProcess:
         value = record if isinstance(record, bytes) else record.SerializeToString()
         self._producer.send(self.topics.prompts, value)
 
-    def write_batch(self, batch: int, num_groups: int, num_samples: int = 1, purpose: int = PURPOSE_TRAIN) -> None:
+    def write_batch(
+        self,
+        batch: int,
+        num_groups: int,
+        num_samples: int = 1,
+        purpose: int = PURPOSE_TRAIN,
+        *,
+        max_tokens: int = 64,
+    ) -> None:
         for group in range(num_groups):
             prompt = Prompt(
                 purpose=purpose,  # type: ignore[arg-type]
@@ -188,7 +196,7 @@ class SchedulerProcess:
                 group=group,
                 prompt_id=f"p{group}",
                 token_ids=[group],
-                sampling=SamplingSettings(temperature=1.0, max_tokens=64),
+                sampling=SamplingSettings(temperature=1.0, max_tokens=max_tokens),
                 num_samples=num_samples,
             )
             self.write(PromptRecord(attempt=1, prompt=prompt))
@@ -239,6 +247,8 @@ class ScriptedInstance:
         self._scheduler = scheduler
         self.name = name
         self.phase: FleetPhase.ValueType = FLEET_PHASE_GENERATE
+        self.state: dict[str, Any] = {}
+        """What every heartbeat says."""
         self.heard: list[HeartbeatResponse] = []
         self._silent = threading.Event()
         self._requests: queue.SimpleQueue[HeartbeatRequest | None] = queue.SimpleQueue()
@@ -266,6 +276,7 @@ class ScriptedInstance:
                 instance=self.name,
                 incarnation=self.place.incarnation,
                 phase=self.phase,
+                **self.state,
                 **fields,
             )
         )

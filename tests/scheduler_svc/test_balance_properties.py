@@ -13,6 +13,7 @@ from streamrl.v1.records_pb2 import Assignment, BatchEnd, Prompt, PromptRecord
 from streamrl.v1.sample_pb2 import SamplingSettings
 from streamrl.v1.scheduler_pb2 import (
     OUTCOME_ACCEPTED,
+    GivenBack,
     HeartbeatRequest,
     RegisterRequest,
     ReportBatchRequest,
@@ -102,7 +103,8 @@ class World:
         request = HeartbeatRequest(
             run_id="run", attempt=1, instance=instance.name, incarnation=instance.incarnation,
             running=len(instance.running), waiting=len(instance.waiting),
-            revoked=[key.to_proto() for key in revoked], not_revoked=[key.to_proto() for key in not_revoked],
+            revoked=[GivenBack(id=key.to_proto()) for key in revoked],
+            not_revoked=[key.to_proto() for key in not_revoked],
         )  # fmt: skip
         self.ledger.heartbeat(request, 1.0)
         if not again:

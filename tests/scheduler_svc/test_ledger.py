@@ -25,6 +25,7 @@ from streamrl.v1.scheduler_pb2 import (
     OUTCOME_REJECTED,
     ClosedBatch,
     DrainRequest,
+    GivenBack,
     HeartbeatRequest,
     RegisterRequest,
     ReportBatchRequest,
@@ -534,7 +535,7 @@ def test_what_a_draining_instance_gives_back_goes_to_others_at_once() -> None:
     scene.batch(0, num_groups=8)
     scene.advance()
     given_back = list(next(life for life in scene.ledger.registry.lives() if life.name == "a").samples)[:3]
-    scene.heartbeat("a", draining=True, revoked=[key.to_proto() for key in given_back])
+    scene.heartbeat("a", draining=True, revoked=[GivenBack(id=key.to_proto()) for key in given_back])
     again = scene.advance()
     assert _samples(again) == sorted(given_back)
     assert {assignment.incarnation for assignment in again} == {scene.incarnations["b"]}
@@ -567,7 +568,7 @@ def test_what_is_given_back_after_the_stop_was_said_goes_to_others_at_once() -> 
     scene.advance()
     had = list(next(life for life in scene.ledger.registry.lives() if life.name == "a").samples)
     scene.drain("a", stopped=True)
-    scene.heartbeat("a", draining=True, revoked=[key.to_proto() for key in had])
+    scene.heartbeat("a", draining=True, revoked=[GivenBack(id=key.to_proto()) for key in had])
     assert _samples(scene.advance()) == sorted(had)
 
 
@@ -701,7 +702,7 @@ def test_samples_that_are_given_back_unstarted_are_not_used_up() -> None:
     for dispatch in range(1, 5):
         [assignment] = scene.advance()
         assert assignment.draws[0].dispatch == dispatch
-        scene.heartbeat(revoked=[_key(0, 0, 0).to_proto()])
+        scene.heartbeat(revoked=[GivenBack(id=_key(0, 0, 0).to_proto())])
     assert not scene.report().abandoned
 
 
@@ -721,7 +722,7 @@ def test_what_is_not_wanted_any_more_is_revoked_until_the_instance_has_answered(
     scene.report([_outcome(_key(0, 0, 0), OUTCOME_DROPPED), _outcome(_key(0, 0, 1), OUTCOME_DROPPED)])
     scene.ledger.take_news()
     assert scene.revokes() == scene.revokes() == [_key(0, 0, 0), _key(0, 0, 1)]
-    scene.heartbeat(revoked=[_key(0, 0, 0).to_proto()], not_revoked=[_key(0, 0, 1).to_proto()])
+    scene.heartbeat(revoked=[GivenBack(id=_key(0, 0, 0).to_proto())], not_revoked=[_key(0, 0, 1).to_proto()])
     assert scene.revokes() == []
     assert scene.advance() == []
 
@@ -850,7 +851,7 @@ def test_what_waits_for_a_place_is_asked_for_when_another_instance_has_places() 
     assert _moves(scene, "generator-1") == []
     assert scene.advance() == []
     assert _moves(scene, "generator-0") == asked
-    scene.heartbeat("generator-0", running=4, waiting=4, revoked=[key.to_proto() for key in asked])
+    scene.heartbeat("generator-0", running=4, waiting=4, revoked=[GivenBack(id=key.to_proto()) for key in asked])
     assigned = scene.advance()
     assert _samples(assigned) == sorted(asked)
     assert {assignment.incarnation for assignment in assigned} == {scene.incarnations["generator-1"]}
@@ -872,7 +873,7 @@ def test_moves_cost_a_sample_none_of_its_dispatches() -> None:
     scene = _crowded_and_idle()
     scene.advance()
     (key, *_) = asked = _moves(scene, "generator-0")
-    scene.heartbeat("generator-0", running=4, waiting=4, revoked=[key.to_proto() for key in asked])
+    scene.heartbeat("generator-0", running=4, waiting=4, revoked=[GivenBack(id=key.to_proto()) for key in asked])
     scene.advance()
     sample = scene.ledger.samples.batches[BatchKey(PURPOSE_TRAIN, 0)].sample(key)
     assert sample is not None

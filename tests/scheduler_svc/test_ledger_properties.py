@@ -14,18 +14,21 @@ import pytest
 
 from scheduler_svc.batches import SampleState
 from scheduler_svc.ledger import Ledger
+from scheduler_svc.picture import Wish
 from scheduler_svc.settings import SchedulerSection, SchedulerSettings
+from streamrl.batch_progress import progress_proto
 from streamrl.identity import PURPOSE_EVALUATION, PURPOSE_TRAIN, BatchKey, SampleKey
 from streamrl.settings import PipelineSection, RunSection, SamplingView
 from streamrl.staleness import required_version
-from streamrl.v1.records_pb2 import Assignment, BatchEnd, Prompt, PromptRecord
-from streamrl.v1.sample_pb2 import SamplingSettings
+from streamrl.v1.records_pb2 import Assignment, BatchEnd, Prompt, PromptRecord, SampleDraw
+from streamrl.v1.sample_pb2 import AnswerPrefix, SamplingSettings, VersionSpan
 from streamrl.v1.scheduler_pb2 import (
     OUTCOME_ACCEPTED,
     OUTCOME_DROPPED,
     OUTCOME_REJECTED,
     ClosedBatch,
     DrainRequest,
+    GivenBack,
     HeartbeatRequest,
     HeartbeatResponse,
     RegisterRequest,
@@ -55,10 +58,9 @@ class Instance:
     heard_at: float = 0.0
     read: int = 0
     """Records of its partition that it has read."""
-    waiting: dict[SampleKey, int] = field(default_factory=dict)
-    """Samples with the number of their dispatch."""
-    running: dict[SampleKey, int] = field(default_factory=dict)
-    given_back: list[SampleKey] = field(default_factory=list)
+    waiting: dict[SampleKey, SampleDraw] = field(default_factory=dict)
+    running: dict[SampleKey, SampleDraw] = field(default_factory=dict)
+    given_back: list[GivenBack] = field(default_factory=list)
     not_revoked: list[SampleKey] = field(default_factory=list)
     answers: list[tuple[float, HeartbeatResponse]] = field(default_factory=list)
     """On their way, with the time at which they arrive."""
@@ -80,6 +82,17 @@ class Rollout:
 
 def _samples(assignment: Assignment) -> list[SampleKey]:
     return [SampleKey(assignment.purpose, assignment.batch, assignment.group, draw.sample) for draw in assignment.draws]
+
+
+def _tokens_there(draw: SampleDraw) -> int:
+    return len(draw.prefix.token_ids)
+
+
+def _longer(draw: SampleDraw) -> AnswerPrefix:
+    """With one more token."""
+    count = _tokens_there(draw) + 1
+    spans = [VersionSpan(weight_version=0, num_tokens=count)]
+    return AnswerPrefix(token_ids=range(count), logprobs=[0.0] * count, version_spans=spans)
 
 
 class Fleet:
@@ -258,8 +271,11 @@ class Fleet:
             instance=instance.name,
             incarnation=instance.incarnation,
             draining=instance.draining,
-            revoked=[key.to_proto() for key in instance.given_back],
+            running=len(instance.running),
+            waiting=len(instance.waiting),
+            revoked=instance.given_back,
             not_revoked=[key.to_proto() for key in instance.not_revoked],
+            progress=progress_proto({key: _tokens_there(draw) + 1 for key, draw in instance.running.items()}),
         )
         self.ledger.heartbeat(request, self.now)
         instance.given_back.clear()
@@ -280,10 +296,31 @@ class Fleet:
             instance.heard_at = self.now
             self._read(instance)
             for key in map(SampleKey.from_proto, answer.revoke):
-                if instance.waiting.pop(key, None) or instance.running.pop(key, None):
-                    instance.given_back.append(key)
-                else:
-                    instance.not_revoked.append(key)
+                self._give_back(instance, key, instance.waiting.pop(key, None) or instance.running.pop(key, None))
+            for key in map(SampleKey.from_proto, answer.revoke_unstarted):
+                self._give_back(instance, key, instance.waiting.pop(key, None))
+            for key in map(SampleKey.from_proto, answer.hand_over):
+                begun = instance.running.pop(key, None)
+                if begun is not None:
+                    begun = SampleDraw(sample=begun.sample, dispatch=begun.dispatch, prefix=_longer(begun))
+                self._give_back(instance, key, begun or instance.waiting.pop(key, None))
+
+    def _give_back(self, instance: Instance, key: SampleKey, draw: SampleDraw | None) -> None:
+        if draw is None:
+            instance.not_revoked.append(key)
+        else:
+            prefix = draw.prefix if draw.HasField("prefix") else None
+            instance.given_back.append(GivenBack(id=key.to_proto(), dispatch=draw.dispatch, prefix=prefix))
+
+    def move(self, source: str, target: str, which: int) -> None:
+        """The scheduler finds that a sample had better be elsewhere."""
+        lives = {life.name: life for life in self.ledger.registry.lives()}
+        if source in lives and target in lives and (keys := sorted(lives[source].samples)):
+            key = keys[which % len(keys)]
+            dispatch = lives[source].samples[key].dispatch
+            wish = Wish(key, dispatch, lives[source], lives[target], begun=which % 2 == 0)
+            self.ledger.ask_for_moves([wish], self.now)
+            self._advance()
 
     def work(self, name: str) -> None:
         instance = self.instances[name]
@@ -296,16 +333,17 @@ class Fleet:
         for assignment in self.partitions[instance.partition][instance.read :]:
             if assignment.incarnation == instance.incarnation:
                 for key, draw in zip(_samples(assignment), assignment.draws, strict=True):
-                    instance.waiting[key] = draw.dispatch
+                    assert list(draw.prefix.token_ids) == list(range(_tokens_there(draw)))
+                    instance.waiting[key] = draw
         instance.read = len(self.partitions[instance.partition])
         if instance.draining:
-            instance.given_back += instance.waiting
-            instance.waiting.clear()
+            for key in list(instance.waiting):
+                self._give_back(instance, key, instance.waiting.pop(key))
 
     def finish(self, name: str, *, usable: bool) -> None:
         instance = self.instances[name]
         for key in list(instance.running)[:1]:
-            dispatch = instance.running.pop(key)
+            dispatch = instance.running.pop(key).dispatch
             self.on_their_way.append(Rollout(key, name, instance.incarnation, dispatch, usable))
 
     def kill(self, name: str, *, loses_records: bool) -> None:
@@ -444,7 +482,7 @@ class Fleet:
 
 WEIGHTS = {
     "go on": 20, "wait": 12, "link": 12, "work": 10, "finish": 10, "receive": 8, "report": 8, "write": 6, "evaluate": 3,
-    "publish": 6, "register": 8, "drain": 2, "stop": 4, "kill": 3, "restart": 2,
+    "publish": 6, "register": 8, "drain": 2, "stop": 4, "kill": 3, "restart": 2, "move": 15,
 }  # fmt: skip
 """How often each thing happens."""
 
@@ -480,6 +518,8 @@ def _do_something(fleet: Fleet, chance: random.Random) -> None:
             fleet.stop(name)
         case "kill":
             fleet.kill(name, loses_records=chance.random() < 0.5)
+        case "move":
+            fleet.move(name, chance.choice(NAMES), chance.randrange(100))
         case "restart":
             fleet.restart_scheduler()
 

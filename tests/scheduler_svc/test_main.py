@@ -10,15 +10,19 @@ from pathlib import Path
 import grpc
 import pytest
 
+from streamrl.batch_progress import progress_proto
 from streamrl.identity import PURPOSE_EVALUATION, PURPOSE_TRAIN, SampleKey
 from streamrl.settings import KafkaSection
 from streamrl.v1.records_pb2 import BatchEnd, DeadLetter, PromptRecord, RunEnd
+from streamrl.v1.sample_pb2 import AnswerPrefix, VersionSpan
 from streamrl.v1.scheduler_pb2 import (
     FLEET_PHASE_TRAIN,
     INSTANCE_STATE_DRAINING,
     ClosedBatch,
     GetFleetRequest,
+    GivenBack,
     RegisterRequest,
+    StepLatency,
 )
 from tests.scheduler_svc.scripted_peers import SchedulerProcess, free_address, wait_until
 
@@ -111,9 +115,31 @@ def test_what_a_draining_instance_gives_back_goes_to_the_other(start: Start) -> 
     samples = leaving.samples()
     leaving.drain(stopped=False)
     wait_until(lambda: scheduler.fleet().instances[0].state == INSTANCE_STATE_DRAINING)
-    leaving.say(draining=True, revoked=[key.to_proto() for key in samples])
+    leaving.say(draining=True, revoked=[GivenBack(id=key.to_proto()) for key in samples])
     wait_until(lambda: len(staying.samples()) == 8)
     leaving.drain(stopped=True)
+
+
+def test_answers_that_run_are_asked_for_by_their_progress_and_go_on_elsewhere(start: Start) -> None:
+    scheduler = start()
+    scheduler.weights.announce(0)
+    scheduler.report(complete=True)
+    crowded = scheduler.instance("generator-0")
+    scheduler.write_batch(0, 8, max_tokens=20_000)
+    samples = crowded.samples()
+    steps = [StepLatency(batch_size=size, latency_s=0.01 * size, num_steps=100) for size in (1, 2, 4, 8)]
+    crowded.state = {"running": 8, "progress": progress_proto(dict.fromkeys(samples, 1000)), "step_latencies": steps}
+    idle = scheduler.instance("generator-1")
+    asked = wait_until(lambda: next((list(answer.hand_over) for answer in crowded.heard if answer.hand_over), None))
+    prefix = AnswerPrefix(
+        token_ids=range(1000), logprobs=[-1.0] * 1000, version_spans=[VersionSpan(weight_version=0, num_tokens=1000)]
+    )
+    crowded.say(revoked=[GivenBack(id=sample_id, dispatch=1, prefix=prefix) for sample_id in asked])
+    wait_until(lambda: len(idle.samples()) == len(asked))
+    for assignment in idle.assignments():
+        (draw,) = assignment.draws
+        assert (draw.dispatch, len(draw.prefix.token_ids)) == (2, 1000)
+    assert wait_until(lambda: scheduler.fleet().moved) == len(asked)
 
 
 def test_a_restarted_scheduler_dispatches_only_what_is_still_wanted_and_nothing_twice(start: Start) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from scheduler_svc.observed_latency import ObservedLatency, fleet_profiles
 from scheduler_svc.registry import Life
-from streamrl.v1.scheduler_pb2 import HeartbeatRequest, RegisterRequest, StepLatency
+from streamrl.v1.scheduler_pb2 import EngineProfile, HeartbeatRequest, RegisterRequest, StepLatency
 
 
 def beat(*latencies: tuple[int, float, int]) -> HeartbeatRequest:
@@ -15,8 +15,10 @@ def beat(*latencies: tuple[int, float, int]) -> HeartbeatRequest:
     )
 
 
-def life(name: str, *latencies: tuple[int, float, int], max_running: int = 8) -> Life:
-    request = RegisterRequest(instance=name, max_running=max_running, kv_cache_tokens=1000)
+def life(
+    name: str, *latencies: tuple[int, float, int], max_running: int = 8, profile: EngineProfile | None = None
+) -> Life:
+    request = RegisterRequest(instance=name, max_running=max_running, kv_cache_tokens=1000, profile=profile)
     made = Life(request, incarnation=1, partition=0, lease_s=10.0, heard_at=0.0)
     made.hear(beat(*latencies), now=1.0)
     return made
@@ -64,3 +66,33 @@ def test_instances_that_are_about_equally_fast_share_a_profile() -> None:
     assert profiles["c"].token_latency(8) == pytest.approx(0.4)
     assert profiles["a"].kv_cache_tokens == 1000
     assert "e" not in profiles
+
+
+def test_planning_begins_with_what_was_measured_and_goes_on_with_what_is_seen() -> None:
+    measured = EngineProfile(
+        steps=[StepLatency(batch_size=size, latency_s=0.1 * size, num_steps=1) for size in (1, 8)],
+        held_token_s=0.001,
+        prefill_token_s=0.01,
+    )
+    profile = fleet_profiles([life("a", profile=measured)])["a"]
+    assert (profile.token_latency(1), profile.token_latency(8)) == pytest.approx((0.1, 0.8))
+    assert (profile.held_token_s, profile.prefill_token_s) == (0.001, 0.01)
+    slower = life("a", profile=measured)
+    for _ in range(20):
+        slower.latency.take([StepLatency(batch_size=8, latency_s=1.5, num_steps=1000, held_tokens=500.0)])
+    latency = slower.latency.token_latency()
+    assert latency is not None
+    # A third of what the steps take is from the tokens in the cache.
+    assert latency(8) == pytest.approx(1.0, rel=0.05)
+    assert latency(1) == pytest.approx(0.1)
+
+
+def test_instances_that_differ_only_in_what_the_cache_or_prompts_cost_are_not_alike() -> None:
+    steps = [StepLatency(batch_size=size, latency_s=0.1, num_steps=1) for size in (1, 8)]
+    lives = [
+        life(name, profile=EngineProfile(steps=steps, held_token_s=held, prefill_token_s=prefill))
+        for name, held, prefill in (("a", 0.0, 0.01), ("b", 1e-6, 0.011), ("c", 1e-3, 0.01), ("d", 0.0, 0.03))
+    ]
+    profiles = fleet_profiles(lives)
+    assert profiles["a"] is profiles["b"]
+    assert len({id(profile) for profile in profiles.values()}) == 3

@@ -374,3 +374,79 @@ def test_rewards_may_come_in_any_order_between_any_rollouts(order: random.Random
             assert outcome.outcome == (OUTCOME_DROPPED if failed else OUTCOME_ACCEPTED)
     counts = acceptance.close(BATCH).counts
     assert (counts.trained, counts.duplicate, counts.dropped["infrastructure"]) == (8, 9, 1)
+
+
+def test_when_enough_groups_are_whole_the_others_are_cut_off_whole() -> None:
+    acceptance = opened(num_groups=4, enough_groups=2)
+    acceptance.offer(rollout(3, 0))
+    for group in (0, 2):
+        assert not acceptance.batch(BATCH).complete
+        for sample in (0, 1):
+            acceptance.offer(rollout(group, sample))
+    batch = acceptance.batch(BATCH)
+    assert batch.complete
+    cut = acceptance.take_cut()
+    assert sorted(SampleKey.from_proto(outcome.id)[2:] for outcome in cut) == [(1, 0), (1, 1), (3, 1)]
+    assert {outcome.outcome for outcome in cut} == {OUTCOME_DROPPED}
+    assert acceptance.take_cut() == []
+    assert batch.counts.dropped["deadline"] == 3
+    assert batch.counts.dropped["filtered"] == 1
+    assert [identity for identity, _ in trained_samples(batch)] == [(3, 0, 0), (3, 0, 1), (3, 2, 0), (3, 2, 1)]
+    # One that comes after all is received, once.
+    acceptance.close(BATCH)
+    for _ in range(2):
+        assert acceptance.offer(rollout(1, 0)).outcome is None
+    assert (acceptance.counts.received, acceptance.counts.duplicate) == (6, 1)
+    assert acceptance.counts.expected == acceptance.counts.trained + sum(acceptance.counts.dropped.values())
+
+
+def test_at_the_deadline_groups_are_settled_with_what_has_come() -> None:
+    acceptance = opened(num_groups=3, samples=3)
+    for sample in range(3):
+        acceptance.offer(rollout(0, sample))
+    for sample in range(2):
+        acceptance.offer(rollout(1, sample))
+    acceptance.cut(BATCH)
+    batch = acceptance.batch(BATCH)
+    assert batch.complete
+    assert len(acceptance.take_cut()) == 4
+    assert [identity for identity, _ in trained_samples(batch)] == [
+        (3, 0, 0),
+        (3, 0, 1),
+        (3, 0, 2),
+        (3, 1, 0),
+        (3, 1, 1),
+    ]
+    assert (batch.counts.dropped["deadline"], batch.counts.balanced) == (4, True)
+    acceptance.cut(BATCH)
+    assert acceptance.take_cut() == []
+
+
+def test_an_answer_whose_reward_comes_after_the_deadline_is_not_trained() -> None:
+    acceptance = Acceptance(AcceptanceRules(attempt=1, max_staleness=1))
+    acceptance.open(BATCH, [SomePrompt()], 2)
+    verdict = acceptance.offer(rollout(0, 0))
+    assert verdict.unscored is not None
+    acceptance.cut(BATCH)
+    assert acceptance.scored(verdict.unscored.key, 1.0) is None
+    batch = acceptance.close(BATCH)
+    assert acceptance.scored(verdict.unscored.key, 1.0) is None
+    assert (batch.counts.dropped["deadline"], batch.counts.received, batch.dropped_lengths) == (2, 1, [2])
+
+
+def test_a_batch_that_was_cut_asks_for_no_further_prompts() -> None:
+    acceptance = opened(num_groups=2, max_refills=5)
+    acceptance.offer(rollout(0, 0, token_ids=[5, 7]))
+    acceptance.offer(rollout(0, 1, token_ids=[5, 7]))
+    acceptance.cut(BATCH)
+    assert acceptance.take_wanted_refills() == []
+    assert acceptance.batch(BATCH).complete
+    refilled = opened(num_groups=2, max_refills=5)
+    refilled.offer(rollout(0, 0, token_ids=[5, 7]))
+    refilled.offer(rollout(0, 1, token_ids=[5, 7]))
+    assert refilled.take_wanted_refills() == [BATCH]
+    refilled.cut(BATCH)
+    assert not refilled.batch(BATCH).complete
+    refilled.extend(BATCH, SomePrompt())
+    refilled.cut(BATCH)
+    assert refilled.batch(BATCH).complete

@@ -9,7 +9,7 @@ from streamrl.identity import PURPOSE_TRAIN, BatchKey, SampleKey
 from streamrl.kafka.reader import Record
 from streamrl.v1.records_pb2 import ROLLOUT_STATUS_OK, Rollout
 from streamrl.v1.sample_pb2 import FINISH_REASON_STOP, LOGPROB_MODE_PROCESSED, VersionSpan
-from streamrl.v1.scheduler_pb2 import AbandonedSample, SampleOutcome
+from streamrl.v1.scheduler_pb2 import OUTCOME_ACCEPTED, OUTCOME_DROPPED, AbandonedSample, SampleOutcome
 from trainer_svc.acceptance import Acceptance
 from trainer_svc.collector import Collector
 from trainer_svc.groups import AcceptanceRules
@@ -223,3 +223,16 @@ def test_what_an_earlier_attempt_left_is_scored_before_anything_is_asked_for_aga
     edges.unscored[100][0].set_result(RewardScore(1.0, {}))
     waiting.join(WAIT_S)
     assert ended == [True]
+
+
+def test_a_batch_that_is_cut_is_complete_and_the_scheduler_hears_of_it() -> None:
+    edges = Edges()
+    collector = edges.collector
+    collector.on_records([record(rollout(FIRST, 0, sample), sample) for sample in (0, 1)])
+    assert collector.cut(FIRST) == 2
+    assert [outcome.outcome for outcome in edges.outcomes] == [OUTCOME_ACCEPTED] * 2 + [OUTCOME_DROPPED] * 2
+    taken = collector.take(FIRST, None, timeout_s=0)
+    assert taken is not None
+    assert taken.complete
+    assert collector.cut(FIRST) == 0
+    assert collector.close(FIRST).counts.dropped["deadline"] == 2

@@ -56,7 +56,13 @@ def test_a_heartbeat_seen_twice_counts_once_and_before_any_nobody_is_idle() -> N
 def test_dead_instances_are_not_part_of_the_fleet() -> None:
     state = fleet((1, 0.0, 0.0), (2, 0.0, 0.0))
     state.instances[1].state = INSTANCE_STATE_DEAD
-    assert fleet_size_figures(state) == {"fleet/instances": 1, "fleet/running": 2, "fleet/waiting": 3}
+    state.moved, state.moved_tokens = 2, 300
+    figures = {
+        "fleet/instances": 1, "fleet/running": 2, "fleet/waiting": 3, "fleet/moved": 2, "fleet/moved_tokens": 300,
+    }  # fmt: skip
+    assert fleet_size_figures(state) == figures
+    state.cut, state.cut_tokens = 4, 100
+    assert fleet_size_figures(state) == {**figures, "length/cut_mean": 25}
 
 
 def test_canaries_count_only_where_there_were_some() -> None:

@@ -16,6 +16,10 @@ from trainer_svc.settings import TrainerSettings
             "one answer has nothing to differ",
         ),
         ({"trainer": {"overlong_buffer_tokens": 600}}, "overlong_buffer_tokens is 600, more than an answer can have"),
+        (
+            {"trainer": {"algorithm": "dapo"}, "data": {"extra_prompts": 2}},
+            "extra_prompts is 2, and up to 96 prompts of a batch are replaced",
+        ),
         ({"trainer": {"learning_rte": 1e-4}}, "learning_rte"),
         ({"trainer": {"zero_stage": 4}}, "zero_stage"),
         ({"data": {"samples_per_prompt": 1}}, "data.samples_per_prompt is 1: grpo compares .* needs 2 or more"),

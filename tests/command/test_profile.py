@@ -1,0 +1,31 @@
+"""`streamrl profile` as a user calls it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def profiled(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    config = folder / "config.toml"
+    config.write_text('[model]\npath = "tiny"\n[generator]\nengine = "fake"\nmax_running = 8\n')
+    command = [sys.executable, "-m", "streamrl.command.main", "profile", str(config), "--json", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+
+
+@pytest.mark.slow
+def test_the_profile_is_told_and_written(tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    ended = profiled(tmp_path, "--out", str(file))
+    assert ended.returncode == 0, ended.stderr
+    told = json.loads(ended.stdout)
+    assert (told["model"], told["engine"], told["max_running"]) == ("tiny", "fake", 8)
+    assert json.loads(file.read_text()) == told
+
+
+def test_settings_that_leave_no_time_to_measure_are_refused(tmp_path: Path) -> None:
+    ended = profiled(tmp_path, "--set", "generator.profile_s=0")
+    assert ended.returncode == 2
+    assert "generator.profile_s is 0" in json.loads(ended.stdout)["error"]["message"]
