@@ -33,14 +33,22 @@ class ModelShape:
 
     def num_adapter_parameters(self, rank: int, targets: tuple[str, ...]) -> int:
         """Of LoRA of this rank on these layers, by the last part of their names; none: all matrices but embeddings and
-        the output layer."""
-        count = 0
+        the output layer.
+
+        Raises:
+            ValueError: there is no such layer.
+        """
+        sizes: dict[str, int] = {}
         for name, shape in self.parameters.items():
             layer = name.removesuffix(".weight").rpartition(".")[2]
-            adapted = layer in targets if targets else layer not in _VOCABULARY_LAYERS
-            if adapted and len(shape) == 2 and name.endswith(".weight"):
-                count += rank * sum(shape)
-        return count
+            if layer not in _VOCABULARY_LAYERS and len(shape) == 2 and name.endswith(".weight"):
+                sizes[layer] = sizes.get(layer, 0) + sum(shape)
+        if unknown := sorted(set(targets) - set(sizes)):
+            raise ValueError(
+                f"trainer.lora_targets: {', '.join(unknown)}: expected linear layers of the model, its output layer "
+                f"apart: {', '.join(sorted(sizes))}"
+            )
+        return rank * sum(size for layer, size in sizes.items() if not targets or layer in targets)
 
 
 _VOCABULARY_LAYERS = {"embed_tokens", "lm_head", "wte", "wpe", "embed_out", "embed_in"}
@@ -93,7 +101,11 @@ def size_text(size: int) -> str:
 
 
 def rank_memory(shape: ModelShape, practice: Practice) -> RankMemory:
-    """What one rank's device holds."""
+    """What one rank's device holds.
+
+    Raises:
+        ValueError: adapters are asked for on layers that the model does not have.
+    """
     count, dtype_bytes = shape.num_parameters, DTYPE_BYTES[practice.dtype]
     lora = practice.lora_rank > 0
     trained = shape.num_adapter_parameters(practice.lora_rank, practice.lora_targets) if lora else count

@@ -52,7 +52,7 @@ def memory_needs(settings: Settings) -> MemoryNeeds | None:
     """What a run with these settings takes; None when its model is not on this machine yet.
 
     Raises:
-        ValueError: a weight file of the model is damaged.
+        ValueError: a weight file of the model is damaged, or trainer.lora_targets names layers that it does not have.
     """
     try:
         folder = local_folder(settings.model.path, settings.run.seed, default_cache_folder())

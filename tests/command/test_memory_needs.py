@@ -52,6 +52,7 @@ def test_the_settings_decide_what_there_is(model: Path) -> None:
     # The policy without its adapters is the reference.
     assert _needs(model, kl="loss", lora_rank=4).rank.reference == 0
     assert _needs(model, lora_rank=4).rank.optimizers == 8 * 4 * 2 * 1300
+    assert _needs(model, lora_rank=4, lora_targets=["a"]).rank.optimizers == 8 * 4 * 1300
     # Of two optimizers one is there at a time.
     both = {"algorithm": "ppo"}
     assert _needs(model, **both, offload=["optimizer"]).rank.peak < _needs(model, **both).rank.peak

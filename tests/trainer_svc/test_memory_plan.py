@@ -161,6 +161,14 @@ def test_adapters_take_a_small_part_of_gradients_and_optimizer():
     add_adapters(model, LoraRules(8, 16.0))
     assert adapters == sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert _planned(lora_rank=8).optimizers == 8 * adapters
+    some = _shape(_qwen()).num_adapter_parameters(8, ("q_proj", "down_proj"))
+    assert some == 4 * 8 * (128 + 128 + 320 + 128)
+
+
+@pytest.mark.parametrize("target", ["qproj", "lm_head"])
+def test_adapters_on_layers_that_are_not_there_are_refused_before_the_model_is_loaded(target):
+    with pytest.raises(ValueError, match=rf"trainer\.lora_targets: {target}: expected .*q_proj"):
+        _planned(lora_rank=8, lora_targets=("q_proj", target))
 
 
 def test_a_config_of_another_form_has_no_known_activations():

@@ -240,7 +240,7 @@ def _two_ranks(folder: Path) -> None:
 def test_two_ranks_with_adapters_and_their_optimizer_in_host_memory_resume_and_step_like_one(tmp_path):
     command = [sys.executable, __file__, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(_REPOSITORY), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "done-2").exists()
     assert (tmp_path / "done-3").exists()
