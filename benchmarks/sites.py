@@ -143,6 +143,8 @@ def _pace_cells(loopback: list[_Outcome], line: list[_Outcome]) -> list[Cell]:
 def _wait_cells(runs: list[_Outcome]) -> list[Cell]:
     """Switches under running sequences."""
     waits = [wait for run in runs for wait in run.waits]
+    if not waits:
+        return [Cell("switch/number", 0, "switches under running sequences")]
     beside = max(wait.longest_s - wait.pause_s - wait.recompute_s for wait in waits)
     return [
         Cell("switch/number", len(waits), "switches under running sequences"),

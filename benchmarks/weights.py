@@ -3,8 +3,9 @@
 Versions come from real runs: SmolLM2 in bfloat16 at three learning rates, and the laptop model in float32. The
 difference of each to the one before is made, applied and compared on one core, beside a copy of the same bytes in
 memory. The versions of one run are then published at one end of a line of 100 Mbit/s and 40 ms to a relay at the other,
-with four receivers: that needs root, and is left out without. At last 2 GB of tensors go through a weights_svc of its
-own process, beside one gRPC stream that does nothing else. Half an hour.
+with four receivers, and one version over one connection and over several: that needs root, and is left out without. At
+last 2 GB of tensors go through a weights_svc of its own process, beside one gRPC stream that does nothing else. Half an
+hour.
 """
 
 import json
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
+from typing import TYPE_CHECKING
 
 import grpc
 from safetensors import safe_open
@@ -38,6 +40,9 @@ from streamrl.v1.weights_pb2 import ListVersionsRequest, ModelFile, VersionManif
 from streamrl.v1.weights_pb2_grpc import WeightsServiceStub
 from trainer_svc.publisher import Publisher, Snapshot
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 NUM_VERSIONS = 10
 RUNS = {
     "smollm2/1e-6": ("examples/smollm2.toml", "1e-6"),
@@ -48,6 +53,8 @@ RUNS = {
 LINE_RUN = "smollm2/1e-6"
 LINE_BYTES_PER_S, LINE_ROUND_TRIP_S = 100e6 / 8, 0.04
 NUM_RECEIVERS = 4
+NARROW_WINDOW_BYTES = 2**18
+"""The line holds twice as much."""
 SHARE_LIMITS = {"smollm2/1e-6": 0.10}
 CODEC_GOAL_BYTES_PER_S = 500e6
 STREAM_GOAL = 0.5
@@ -68,6 +75,8 @@ def measure() -> Result:
             result.cells += version_cells(name, versions)
             if name == LINE_RUN and os.geteuid() == 0:
                 result.cells += line_cells(versions)
+    if os.geteuid() == 0:
+        result.cells += connection_cells()
     result.cells += transfer_cells()
     return result
 
@@ -165,36 +174,9 @@ def line_cells(folder: Path) -> list[Cell]:
         tempfile.TemporaryDirectory() as near,
         tempfile.TemporaryDirectory() as far,
         _weights_service(Path(near), host=NEAR_HOST) as (origin, _process),
+        _far_site(line, origin, Path(far), num_receivers=NUM_RECEIVERS, num_versions=len(files)) as receivers,
     ):
-        relay = f"127.0.0.1:{free_port()}"
-        (Path(far) / "settings.json").write_text(
-            json.dumps(
-                {
-                    "run": {"id": _RUN_ID, "dir": far, "site": "far"},
-                    "rpc": {"weights_address": relay},
-                    "weights": {"upstream": origin},
-                }
-            )
-        )
-        service = subprocess.Popen(
-            [*line.in_far_namespace, sys.executable, "-m", "weights_svc", f"{far}/settings.json"],
-            stderr=subprocess.DEVNULL,
-        )
-        numbers = (str(NUM_RECEIVERS), str(len(files)))
-        receivers = subprocess.Popen(
-            [
-                *line.in_far_namespace,
-                *(sys.executable, "-m", "benchmarks.peers.far_receivers", relay, _RUN_ID, *numbers),
-            ],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            steps = [_across(origin, line, receivers, version, file) for version, file in enumerate(files)]
-        finally:
-            for process in (receivers, service):
-                process.terminate()
-                process.wait()
+        steps = [_across(origin, line, receivers, version, _tensors(file)) for version, file in enumerate(files)]
     first, later = steps[0], steps[1:]
     whole = first.full_bytes
     return [
@@ -209,6 +191,78 @@ def line_cells(folder: Path) -> list[Cell]:
     ]
 
 
+def connection_cells() -> list[Cell]:
+    """The same line to a machine that lets a connection have less under way than the line holds: over one connection,
+    and over several."""
+    rates = {num: _rate_over(num) for num in (1, WeightsSection().num_connections)}
+    (_, alone), (num_connections, together) = rates.items()
+    return [
+        Cell("line/narrow/1_connection", alone, "bytes/s"),
+        Cell.compared(
+            f"line/narrow/{num_connections}_connections",
+            together,
+            "bytes/s",
+            against="line/narrow/1_connection",
+            peer=alone,
+            goal=1.0,
+        ),
+    ]
+
+
+def _rate_over(num_connections: int) -> float:
+    import torch
+
+    tensors = [(f"layer.{index}", torch.randint(256, (2**21,), dtype=torch.uint8)) for index in range(20)]
+    with (
+        SlowLine(bytes_per_s=LINE_BYTES_PER_S, round_trip_s=LINE_ROUND_TRIP_S) as line,
+        tempfile.TemporaryDirectory() as near,
+        tempfile.TemporaryDirectory() as far,
+        _weights_service(Path(near), host=NEAR_HOST) as (origin, _process),
+    ):
+        window = f"net.ipv4.tcp_rmem=4096 {NARROW_WINDOW_BYTES} {NARROW_WINDOW_BYTES}"
+        subprocess.run([*line.in_far_namespace, "sysctl", "--quiet", "--write", window], check=True)
+        settings = {"num_connections": num_connections}
+        with _far_site(line, origin, Path(far), num_receivers=1, num_versions=1, **settings) as receivers:
+            crossing = _across(origin, line, receivers, 0, tensors)
+    return crossing.full_bytes / crossing.took_s
+
+
+@contextmanager
+def _far_site(
+    line: SlowLine, origin: str, folder: Path, *, num_receivers: int, num_versions: int, **weights: object
+) -> "Iterator[subprocess.Popen[str]]":
+    """A relay behind the line and those that fetch from it, which say when each version has come.
+
+    Args:
+        weights: the relay's settings.
+    """
+    relay, settings = f"127.0.0.1:{free_port()}", folder / "settings.json"
+    settings.write_text(
+        json.dumps(
+            {
+                "run": {"id": _RUN_ID, "dir": str(folder), "site": "far"},
+                "rpc": {"weights_address": relay},
+                "weights": {"upstream": origin, **weights},
+            }
+        )
+    )
+    numbers = (str(num_receivers), str(num_versions))
+    service = subprocess.Popen(
+        [*line.in_far_namespace, sys.executable, "-m", "weights_svc", str(settings)], stderr=subprocess.DEVNULL
+    )
+    receivers = subprocess.Popen(
+        [*line.in_far_namespace, *(sys.executable, "-m", "benchmarks.peers.far_receivers", relay, _RUN_ID, *numbers)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield receivers
+    finally:
+        for process in (receivers, service):
+            process.terminate()
+            process.wait()
+
+
 @dataclass(frozen=True)
 class _Crossing:
     """One version, from its announcement to the last receiver."""
@@ -219,9 +273,14 @@ class _Crossing:
     took_s: float
 
 
-def _across(origin: str, line: SlowLine, receivers: "subprocess.Popen[str]", version: int, file: Path) -> _Crossing:
+def _tensors(file: Path) -> "list[tuple[str, Tensor]]":
     with safe_open(file, "pt") as tensors:
-        named = [(name, tensors.get_tensor(name)) for name in tensors.keys()]  # noqa: SIM118  (no mapping)
+        return [(name, tensors.get_tensor(name)) for name in tensors.keys()]  # noqa: SIM118  (no mapping)
+
+
+def _across(
+    origin: str, line: SlowLine, receivers: "subprocess.Popen[str]", version: int, named: "list[tuple[str, Tensor]]"
+) -> _Crossing:
     files = [ModelFile(name="config.json", content=b"{}")] if version == 0 else []
     publisher = Publisher(origin, _RUN_ID, 1, chunk_bytes=CHUNK_BYTES, deadline_s=20.0, patience_s=60.0)
     payload_before, interface_before = _sent_bytes(origin), line.to_far.num_bytes

@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import os
 import queue
+import select
 import struct
 import subprocess
 import threading
@@ -16,6 +17,8 @@ NEAR_HOST, FAR_HOST = "10.201.7.1", "10.201.7.2"
 _MTU = 60_000
 _TUNSETIFF = 0x400454CA
 _TUN_WITHOUT_HEADER = 0x1001
+_LOOK_S = 0.2
+"""An idle direction looks so often whether it is to end."""
 _QUEUE_BYTES = 4 * 2**20
 """What a router would hold: packets beyond are lost."""
 
@@ -31,6 +34,7 @@ class SlowLine:
         try:
             near = _open_tun(f"near{os.getpid()}", NEAR_HOST, FAR_HOST, None)
             far = _open_tun(f"far{os.getpid()}", FAR_HOST, NEAR_HOST, self._name)
+            self._devices = (near, far)
             _ip("-n", self._name, "link", "set", "lo", "up")
             self.to_far = _Way(near, far, bytes_per_s, round_trip_s / 2)
             self.to_near = _Way(far, near, bytes_per_s, round_trip_s / 2)
@@ -43,7 +47,9 @@ class SlowLine:
 
     def __exit__(self, *_error: object) -> None:
         for way in (self.to_far, self.to_near):
-            way.close()
+            way.stop()
+        for device in self._devices:
+            os.close(device)
         _ip("netns", "delete", self._name)
 
 
@@ -53,23 +59,31 @@ class _Way:
     def __init__(self, source: int, sink: int, bytes_per_s: float, delay_s: float) -> None:
         self._source, self._sink = source, sink
         self._bytes_per_s, self._delay_s = bytes_per_s, delay_s
-        self._waiting: queue.Queue[tuple[float, bytes]] = queue.Queue()
+        self._waiting: queue.Queue[tuple[float, bytes] | None] = queue.Queue()
         self._free_s = 0.0
         self._open = True
         self.num_bytes = 0
         """On the interface so far, with all headers and what was sent again."""
-        for work in (self._take, self._give):
-            threading.Thread(target=work, daemon=True).start()
+        os.set_blocking(source, False)
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._take, self._give)]
+        for thread in self._threads:
+            thread.start()
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """Nothing is carried any more. The devices are the line's to close."""
         self._open = False
-        os.close(self._source)
+        self._waiting.put(None)
+        for thread in self._threads:
+            thread.join()
 
     def _take(self) -> None:
         while self._open:
             try:
                 packet = os.read(self._source, _MTU + 100)
-            except OSError:  # closed
+            except BlockingIOError:
+                select.select([self._source], [], [], _LOOK_S)
+                continue
+            except OSError:  # the device is down
                 return
             now = time.monotonic()
             self._free_s = max(self._free_s, now)
@@ -81,11 +95,13 @@ class _Way:
 
     def _give(self) -> None:
         while self._open:
-            due_s, packet = self._waiting.get()
+            if (waiting := self._waiting.get()) is None:
+                return
+            due_s, packet = waiting
             time.sleep(max(due_s - time.monotonic(), 0))
             try:
                 os.write(self._sink, packet)
-            except OSError:  # closed
+            except OSError:  # the device is down
                 return
 
 

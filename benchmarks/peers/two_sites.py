@@ -99,6 +99,8 @@ class SitesRun:
             "sites.generation.scheduler": scheduler,
             "sites.generation.weights": far_weights,
             "generator.num_instances": str(num_real + num_fake),
+            # Real engines take their time to start: the others would do the work alone.
+            "scheduler.fleet_wait_s": "600",
             **{f"sites.{site}.kafka.bootstrap_servers": self._broker.address for site in ("training", "generation")},
             **settings,
         }
