@@ -1,10 +1,10 @@
 """Colocated, sync and async on one workload: samples a second against colocated, and who is idle.
 
 On emulated devices (benchmarks/emulation): a 7B model on 32 devices, 16 generators, batches of 1,024 answers to 512
-prompts, the paper's three sets of lengths. Services, broker and gRPC are real, each generator is a process; the engine's
-steps and the trainer's passes take the paper's times (Fig 6, Fig 2, Fig 8) on a clock that runs a few times as fast, on
-which all that our services take weighs as many times as much. Colocated has all devices for each stage, the others split
-them as is best for each. Dispatch is the same in all. T_gen is measured, with a trainer that takes no time.
+prompts, the paper's three sets of lengths. Services, broker and gRPC are real, a generator is a process; steps of the
+engine and passes of the trainer take the paper's times (Fig 6, Fig 2, Fig 8) on a clock that runs a few times as fast,
+on which all that our services take weighs as many times as much. Colocated has all devices for each stage, the others
+split them as is best for each. Dispatch is the same in all. T_gen is measured, with a trainer that takes no time.
 
 Beside them stand ways to do it that are not ours: training on mini-batches of a quarter of the batch, and one-step
 async, in which all instances change their weights at one barrier.
