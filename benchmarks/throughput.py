@@ -1,10 +1,10 @@
 """Colocated, sync and async on one workload: samples a second against colocated, and who is idle.
 
-On emulated devices (benchmarks/emulation): a 7B model on 32 devices, 16 generators, batches of 1,024 answers, the
-paper's three sets of lengths. Services, broker and gRPC are real, each generator is a process; the engine's steps and
-the trainer's passes take the paper's times (Fig 6, Fig 2, Fig 8) on a clock that runs a few times as fast, on which all
-that our services take weighs as many times as much. Colocated has all devices for each stage, the others split them as
-is best for each. Dispatch is the same in all. T_gen is measured, with a trainer that takes no time.
+On emulated devices (benchmarks/emulation): a 7B model on 32 devices, 16 generators, batches of 1,024 answers to 512
+prompts, the paper's three sets of lengths. Services, broker and gRPC are real, a generator is a process; steps of the
+engine and passes of the trainer take the paper's times (Fig 6, Fig 2, Fig 8) on a clock that runs a few times as fast,
+on which all that our services take weighs as many times as much. Colocated has all devices for each stage, the others
+split them as is best for each. Dispatch is the same in all. T_gen is measured, with a trainer that takes no time.
 
 Beside them stand ways to do it that are not ours: training on mini-batches of a quarter of the batch, and one-step
 async, in which all instances change their weights at one barrier.
@@ -34,6 +34,8 @@ from benchmarks.emulation.stages import (
     MAX_RUNNING,
     NUM_INSTANCES,
     PROFILE_DEVICES,
+    PROMPTS_PER_BATCH,
+    SAMPLES_PER_PROMPT,
     Stages,
 )
 from benchmarks.real_run import real_run
@@ -70,7 +72,8 @@ def measure() -> Result:
             "emulated": {
                 "devices": NUM_DEVICES,
                 "generators": NUM_INSTANCES,
-                "batch": BATCH_SIZE,
+                "prompts_per_batch": PROMPTS_PER_BATCH,
+                "samples_per_prompt": SAMPLES_PER_PROMPT,
                 "max_running": MAX_RUNNING,
                 "iterations": [WARM_UP_ITERATIONS, MEASURED_ITERATIONS],
                 "load_s": LOAD_S,
@@ -87,8 +90,8 @@ def measure() -> Result:
 
 
 def emulated_cells(stages: Stages, nursery: Nursery) -> list[Cell]:
-    """All modes on one set of lengths, beside each other, so that a busy machine slows each; async ones when it is known
-    how long generation takes by itself, by which their devices are split."""
+    """All modes on one set of lengths, beside each other, so that a busy machine slows each; async ones once it is
+    known how long generation takes by itself, by which their devices are split."""
     everything = (NUM_DEVICES, NUM_DEVICES)
     sync_split = stages.sync_split()
     one_step_split = _async_split(stages, stages.generation_s(PROFILE_DEVICES))

@@ -118,9 +118,7 @@ def steady_state(
 
 def _settings(folder: Path, emulation: Emulation, num_iterations: int, assignments: Mapping[str, Any]) -> Settings:
     train, held_out = folder / "train.jsonl", folder / "held_out.jsonl"
-    prompts = [
-        {"prompt": f"to {100 + number // 16} from {number % 16}", "answer": ""} for number in range(_NUM_PROMPTS)
-    ]
+    prompts = [{"prompt": f"to {64 + number // 16} from {number % 16}", "answer": ""} for number in range(_NUM_PROMPTS)]
     train.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     held_out.write_text(json.dumps({"prompt": "to 99 from 99", "answer": ""}) + "\n")
     values = {

@@ -13,7 +13,9 @@ from streamrl.planning.simulated_instance import SimulatedInstance, SimulatedSeq
 NUM_INSTANCES = 16
 MAX_RUNNING = 64
 LONGEST_ANSWER = 500
-PROMPTS_PER_BATCH, SAMPLES_PER_PROMPT = 128, 8
+PROMPTS_PER_BATCH, SAMPLES_PER_PROMPT = 512, 2
+"""The paper trains PPO on one answer to each of 1,024 prompts; two are the fewest that can be compared with each other.
+A group can be trained when its last answer is there: with larger ones, sync RL has less to do meanwhile."""
 BATCH_SIZE = PROMPTS_PER_BATCH * SAMPLES_PER_PROMPT
 PROFILE_DEVICES = 16
 """What the paper's Fig 6 is taken to be measured with: one device an instance."""
