@@ -31,7 +31,9 @@ _SETTINGS = VllmSettings(max_running=_MAX_RUNNING, max_model_len=768, dtype="bfl
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.lengths.produce", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=8.0, help="ends after so long (default: %(default)s)")
+    parser.add_argument(
+        "--minutes", type=float, default=8.0, help="begins no round after so long (default: %(default)s)"
+    )
     parser.add_argument("--file", type=Path, default=KeptLengths.FILE)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
@@ -39,15 +41,17 @@ def main() -> None:
     kept = KeptLengths.load(arguments.file) if arguments.file.exists() else KeptLengths(MAX_TOKENS, [])
     if kept.max_tokens != MAX_TOKENS:
         parser.error(f"{arguments.file} is of answers cut at {kept.max_tokens} tokens, expected {MAX_TOKENS}")
-    llm = _engine()
+    llm = _engine(seed=len(kept.lengths))
     wanted = islice(prompts(), len(kept.lengths), None)
-    while time.monotonic() < ends_at:
-        kept.lengths += _answer(llm, list(islice(wanted, _ROUND_PROMPTS)), first=len(kept.lengths))
+    while True:
+        kept.lengths += _answer(llm, list(islice(wanted, _ROUND_PROMPTS)))
         kept.save(arguments.file)
         logger.info("%d prompts, %.1f %% of the answers cut", len(kept.lengths), 100 * kept.cut_share)
+        if time.monotonic() > ends_at:
+            return
 
 
-def _engine() -> Any:
+def _engine(seed: int) -> Any:
     folder = packaged_model_folder(MODEL, default_cache_folder())
     prepare_environment(_SETTINGS)
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
@@ -60,17 +64,16 @@ def _engine() -> Any:
         max_num_seqs=_SETTINGS.max_running,
         enforce_eager=True,
         enable_prefix_caching=True,
+        seed=seed,
     )
 
 
-def _answer(llm: Any, texts: list[str], *, first: int) -> list[list[int]]:
+def _answer(llm: Any, texts: list[str]) -> list[list[int]]:
     """Lengths of each prompt's answers, the token that ended them included; 0: cut."""
     from vllm import SamplingParams
 
-    sampling = [
-        SamplingParams(n=NUM_SAMPLES, temperature=1.0, max_tokens=MAX_TOKENS, stop=["\n"], seed=first + index)
-        for index in range(len(texts))
-    ]
+    # Without seeds of their own: vLLM's generators of single requests cannot go back on CPUs, and prompts are cut.
+    sampling = SamplingParams(n=NUM_SAMPLES, temperature=1.0, max_tokens=MAX_TOKENS, stop=["\n"])
     outputs = llm.generate(texts, sampling, use_tqdm=False)
     return [
         [0 if answer.finish_reason == "length" else len(answer.token_ids) for answer in output.outputs]

@@ -25,7 +25,7 @@ def _edges() -> Array:
     ends = [1]
     while ends[-1] < _MOST_TOKENS:
         ends.append(max(ends[-1] + 1, math.floor(ends[-1] * _LEAST_RATIO)))
-    return np.log(np.array([0.5, *(end + 0.5 for end in ends)]))
+    return np.asarray(np.log(np.array([0.5, *(end + 0.5 for end in ends)])))
 
 
 EDGES: Array = _edges()
@@ -84,4 +84,4 @@ def length_quantiles(rates: Array) -> Array:
         stretch = np.clip((passed <= wanted).sum(axis=1) - 1, 0, NUM_STRETCHES - 1)
         into = np.clip((wanted - passed[each, stretch]) / rates[each, stretch], 0.0, WIDTHS[stretch])
         found.append(np.exp(EDGES[stretch] + into))
-    return np.maximum(np.stack(found, axis=1), 1.0)
+    return np.asarray(np.maximum(np.stack(found, axis=1), 1.0))

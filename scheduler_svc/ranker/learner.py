@@ -111,7 +111,7 @@ class LengthLearner:
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * min(1.0, self.num_steps / _WARM_UP_STEPS)
         self._optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(self.network.parameters(), _MOST_GRADIENT)
         self._optimizer.step()
         self._move_mean()

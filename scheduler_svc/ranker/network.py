@@ -81,8 +81,8 @@ class SmallNetwork(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tokens = nn.ModuleList(nn.Embedding(1 + rows, _WIDTH) for rows in _TOKEN_ROWS)
-        for table in self.tokens:
-            nn.init.normal_(table.weight, std=0.02)
+        for weight in self.tokens.parameters():
+            nn.init.normal_(weight, std=0.02)
         self.layers = nn.ModuleList(_Layer() for _ in range(_NUM_LAYERS))
         self.norm = nn.LayerNorm(_WIDTH)
         self.head = RateHead(_WIDTH)
@@ -118,7 +118,7 @@ class _Layer(nn.Module):
         )
         mixed = self.mixed(attended.transpose(1, 2).reshape(n, longest, _WIDTH))
         states = states + F.dropout(mixed, _DROPOUT, self.training)
-        return cast(Tensor, states + F.dropout(self.feed(self.feed_norm(states)), _DROPOUT, self.training))
+        return states + F.dropout(self.feed(self.feed_norm(states)), _DROPOUT, self.training)
 
 
 def _rotation(longest: int) -> tuple[Tensor, Tensor]:

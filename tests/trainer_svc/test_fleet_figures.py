@@ -6,9 +6,10 @@ from streamrl.v1.scheduler_pb2 import (
     GetFleetResponse,
     HeartbeatRequest,
     Instance,
+    LengthRecall,
 )
 from streamrl.v1.weights_pb2 import AcknowledgeRequest, ListVersionsResponse, Receiver
-from trainer_svc.fleet_figures import BusyMeter, fleet_size_figures, weight_figures
+from trainer_svc.fleet_figures import BusyMeter, fleet_size_figures, length_figures, weight_figures
 
 
 def fleet(*instances: tuple[int, float, float]) -> GetFleetResponse:
@@ -92,3 +93,13 @@ def test_canaries_count_only_where_there_were_some() -> None:
         "mismatch/canary_abs_diff_max": 1e-4,
     }
     assert "weights/fetch_s" not in weight_figures(ListVersionsResponse())
+
+
+def test_recall_of_the_length_ranker_is_a_figure_once_it_is_known() -> None:
+    assert length_figures(GetFleetResponse()) == {}
+    recall = LengthRecall(num_prompts=64, longest_fifth=0.9, longest_tenth=0.8, longest_twentieth=0.5)
+    assert length_figures(GetFleetResponse(length_recall=recall)) == {
+        "ranker/recall_longest_20": 0.9,
+        "ranker/recall_longest_10": 0.8,
+        "ranker/recall_longest_5": 0.5,
+    }

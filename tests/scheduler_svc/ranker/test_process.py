@@ -16,7 +16,7 @@ from streamrl.identity import PURPOSE_TRAIN
 from streamrl.v1.records_pb2 import Prompt
 from streamrl.v1.sample_pb2 import SamplingSettings
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 NUM_PROMPTS = 100
 
@@ -33,7 +33,7 @@ class Scheduler:
         self._woken.set()
 
     async def until(self, true: Callable[[], bool]) -> None:
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(240):
             while not true():
                 await self._woken.wait()
                 self._woken.clear()
