@@ -29,8 +29,8 @@ _MOST_GRADIENT = 1.0
 _MEAN_STEPS = 200
 """The running mean goes over about so many steps; at first over a tenth of those that there were."""
 _LARGEST_LOG_RATE = 8.0
-_SCORE_POSITIONS = 8192
-"""Prompts are scored so many tokens at a time, padding included."""
+_SCORED_POSITIONS, _TRAINED_POSITIONS = 8192, 2048
+"""So many tokens are scored, or trained, at a time, padding included."""
 
 
 class LengthLearner:
@@ -86,7 +86,7 @@ class LengthLearner:
         """
         found = np.empty((len(prompts), NUM_STRETCHES))
         with torch.inference_mode():
-            for indices in _of_similar_length(prompts):
+            for indices in _of_similar_length(prompts, _SCORED_POSITIONS):
                 tokens, num_tokens = _padded([prompts[index] for index in indices])
                 log_rates = self.mean(tokens, num_tokens).clamp(-_LARGEST_LOG_RATE, _LARGEST_LOG_RATE)
                 found[indices] = log_rates.double().exp().numpy()
@@ -101,21 +101,25 @@ class LengthLearner:
     def _step(self, examples: Sequence[Example]) -> float:
         said = endings_and_exposure([(example.lengths, example.cut) for example in examples])
         endings, exposure = (torch.from_numpy(part).float() for part in said)
-        log_rates = self.network(*_padded([example.token_ids for example in examples]))
-        log_rates = log_rates.clamp(-_LARGEST_LOG_RATE, _LARGEST_LOG_RATE)
+        prompts = [example.token_ids for example in examples]
         # By prompt, not by answer: a prompt that was drawn oftener is no more worth knowing.
-        num_answers = torch.tensor([float(len(example.lengths)) for example in examples])
-        of_prompts = ((log_rates.exp() * exposure).sum(dim=1) - (log_rates * endings).sum(dim=1)) / num_answers
-        loss = of_prompts.mean()
+        shares = torch.tensor([1.0 / (len(example.lengths) * len(examples)) for example in examples])
+        self._optimizer.zero_grad(set_to_none=True)
+        total = 0.0
+        for indices in _of_similar_length(prompts, _TRAINED_POSITIONS):
+            log_rates = self.network(*_padded([prompts[index] for index in indices]))
+            log_rates = log_rates.clamp(-_LARGEST_LOG_RATE, _LARGEST_LOG_RATE)
+            unlikely = (log_rates.exp() * exposure[indices] - log_rates * endings[indices]).sum(dim=1)
+            loss = (unlikely * shares[indices]).sum()
+            loss.backward()
+            total += float(loss.detach())
         self.num_steps += 1
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * min(1.0, self.num_steps / _WARM_UP_STEPS)
-        self._optimizer.zero_grad(set_to_none=True)
-        loss.backward()
         nn.utils.clip_grad_norm_(self.network.parameters(), _MOST_GRADIENT)
         self._optimizer.step()
         self._move_mean()
-        return float(loss.detach())
+        return total
 
     def _move_mean(self) -> None:
         share = 1 / min(_MEAN_STEPS, 1 + self.num_steps // 10)
@@ -146,11 +150,11 @@ def _padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     return pad_sequence(rows, batch_first=True), torch.tensor([len(row) for row in rows])
 
 
-def _of_similar_length(prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """Indices of prompts that are scored together: few positions are spent on padding."""
+def _of_similar_length(prompts: Sequence[Sequence[int]], most_positions: int) -> Iterator[list[int]]:
+    """Indices of prompts that go through the network together: few positions are spent on padding."""
     indices: list[int] = []
     for index in sorted(range(len(prompts)), key=lambda index: len(prompts[index])):
-        if indices and len(prompts[index]) * (len(indices) + 1) > _SCORE_POSITIONS:
+        if indices and len(prompts[index]) * (len(indices) + 1) > most_positions:
             yield indices
             indices = []
         indices.append(index)

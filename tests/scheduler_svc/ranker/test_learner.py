@@ -39,7 +39,8 @@ def learner() -> LengthLearner:
 def test_it_ranks_new_prompts(learner: LengthLearner) -> None:
     new = difference_examples(200, seed=2)
     forecasts = LengthForecast(learner.forecast([one.token_ids for one in new])).mean
-    assert recall_of_longest(forecasts.tolist(), [sum(one.lengths) for one in new], 0.2) > 0.7
+    # Nothing tells apart those that it saw cut: they are about two fifths.
+    assert recall_of_longest(forecasts.tolist(), [sum(one.lengths) for one in new], 0.4) > 0.8
 
 
 def test_answers_that_were_cut_are_foretold_to_be_longer_than_the_cut(learner: LengthLearner) -> None:
