@@ -1,6 +1,5 @@
 """What an instance still has to tell the scheduler about samples, kept until the scheduler has heard it."""
 
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -8,8 +7,10 @@ from generator_svc.answer_prefix import Prefix
 from streamrl.identity import SampleKey
 from streamrl.v1.scheduler_pb2 import GivenBack, HeartbeatRequest
 
-_MOST_PREFIXES = 256
+_MOST_PREFIXES = 64
 """Of answers that were handed over, remembered for a scheduler that asks again: the first answer may be lost."""
+_MOST_TOKENS = 2_000_000
+"""Of the answers that go along with one heartbeat: some 15 MB, where gRPC takes 64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Answers:
         self._given_back: dict[_Dispatch, None] = {}
         self._not_revoked: dict[SampleKey, None] = {}
         self._sent: tuple[list[_Dispatch], list[SampleKey]] = ([], [])
-        self._prefixes: OrderedDict[_Dispatch, Prefix] = OrderedDict()
+        self._prefixes: dict[_Dispatch, Prefix] = {}
 
     def given_back(self, key: SampleKey, dispatch: int, prefix: Prefix | None = None) -> None:
         """A sample will not be sent by this instance.
@@ -40,24 +41,39 @@ class Answers:
         self._given_back[stay] = None
         if prefix:
             self._prefixes[stay] = prefix
-            if len(self._prefixes) > _MOST_PREFIXES:
-                self._prefixes.popitem(last=False)
 
     def not_revoked(self, keys: Iterable[SampleKey]) -> None:
         """These were on their way already."""
         self._not_revoked.update(dict.fromkeys(keys))
 
-    def write_to(self, request: HeartbeatRequest) -> None:
-        """Puts all of them into a heartbeat that is sent now."""
-        request.revoked.extend(self._proto(stay) for stay in self._given_back)
+    def write_to(self, request: HeartbeatRequest) -> bool:
+        """Puts all that fits into a heartbeat that is sent now.
+
+        Returns:
+            Whether some are left for another one.
+        """
+        fitting: list[_Dispatch] = []
+        num_tokens = 0
+        for stay in self._given_back:
+            num_tokens += len(self._prefixes.get(stay, ()))
+            if fitting and num_tokens > _MOST_TOKENS:
+                break
+            fitting.append(stay)
+        request.revoked.extend(self._proto(stay) for stay in fitting)
         request.not_revoked.extend(key.to_proto() for key in self._not_revoked)
-        self._sent[0].extend(self._given_back)
+        self._sent[0].extend(fitting)
         self._sent[1].extend(self._not_revoked)
-        self._given_back, self._not_revoked = {}, {}
+        for stay in fitting:
+            del self._given_back[stay]
+        self._not_revoked = {}
+        return bool(self._given_back)
 
     def heard(self) -> None:
         """The scheduler answered."""
         self._sent = ([], [])
+        said = [stay for stay in self._prefixes if stay not in self._given_back]
+        for stay in said[:-_MOST_PREFIXES]:
+            del self._prefixes[stay]
 
     def not_heard(self) -> None:
         """The stream broke."""

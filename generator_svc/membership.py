@@ -131,7 +131,8 @@ class Membership:
             dead_letters=self._outbox.dead_letters,
             progress=progress_proto(self._loop.progress()),
         )
-        self._loop.answers.write_to(request)
+        if self._loop.answers.write_to(request):
+            self._scheduler.heartbeat.say_now()
         return request
 
     def heard(self, response: HeartbeatResponse) -> None:

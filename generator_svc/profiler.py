@@ -48,6 +48,7 @@ class Profiler:
     async def measure(self) -> EngineProfile:
         """
         Raises:
+            ValueError: the engine does not take such requests, or does not say how its steps are.
             EngineDiedError: as the engine.
         """
         size = self._engine.max_running
@@ -105,8 +106,9 @@ class Profiler:
         self._engine.step_latencies()
         await self._draw(batch_size, prompt_tokens, num_steps)
         speeds = self._engine.step_latencies()
-        full = max(speeds, key=lambda speed: speed.batch_size, default=None)
-        return full._replace(batch_size=batch_size) if full is not None else StepSpeed(batch_size, 1e-6, 1, 0.0)
+        if not speeds:
+            raise ValueError(f"it says nothing of steps with {batch_size} sequences")
+        return max(speeds, key=lambda speed: speed.batch_size)._replace(batch_size=batch_size)
 
     async def _draw(self, batch_size: int, prompt_tokens: int, num_steps: int) -> None:
         await asyncio.gather(

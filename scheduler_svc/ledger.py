@@ -1,27 +1,23 @@
 """Everything the scheduler knows and decides. No Kafka, gRPC or clock: events go in with the time, and `advance` says
 what to write.
 
-The samples are in scheduler_svc/samples.py, the instances in scheduler_svc/registry.py; here is what brings them
-together: who may call, when dispatch may begin, who loses what, and the plan.
+The samples are in scheduler_svc/samples.py, the instances in scheduler_svc/registry.py, plans in
+scheduler_svc/dispatcher.py; here is what brings them together: who may call, when dispatch may begin, who loses what.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 
-from scheduler_svc.admission import priority, version_for
 from scheduler_svc.balance import unstarted_to_move
-from scheduler_svc.batches import Batch, Sample
+from scheduler_svc.dispatcher import Dispatcher, Outgoing
 from scheduler_svc.lengths import LengthEstimates
-from scheduler_svc.observed_latency import fleet_profiles
 from scheduler_svc.picture import Picture, Wish
 from scheduler_svc.registry import Life, Move, Registry
 from scheduler_svc.samples import SampleBook
 from scheduler_svc.settings import SchedulerSettings
 from streamrl.errors import RecordError, RefusedError, StaleAttemptError, UnavailableError
-from streamrl.identity import BatchKey, SampleKey, sample_seed
-from streamrl.planning.dispatch import InstanceLoad, Piece, named_policy, plan
-from streamrl.v1.records_pb2 import Assignment, PromptRecord, SampleDraw
+from streamrl.identity import BatchKey, SampleKey
+from streamrl.v1.records_pb2 import Assignment, PromptRecord
 from streamrl.v1.scheduler_pb2 import (
     FLEET_PHASE_GENERATE,
     FLEET_PHASE_TRAIN,
@@ -39,14 +35,6 @@ from streamrl.v1.scheduler_pb2 import (
 )
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Outgoing:
-    """An assignment and the partition to write it to."""
-
-    partition: int
-    assignment: Assignment
 
 
 class Ledger:
@@ -95,8 +83,7 @@ class Ledger:
         """Calls of earlier lives of the run."""
         self.dead_letters = 0
         """Records that could not be handled here."""
-        self._pins_training = settings.weights.one_version_per_batch
-        self._orders_by_length = named_policy(settings.scheduler.dispatch).longest_first
+        self._dispatcher = Dispatcher(settings, self.samples)
         self._tokenizer_digest = ""
 
     # Records of topic `prompts`, and announcements of weights_svc.
@@ -349,8 +336,7 @@ class Ledger:
         self.samples.admit(self.newest_weight_version, now)
         outgoing: list[Outgoing] = []
         for batch, groups in self.samples.take_ready():
-            outgoing += self._dispatch_moved(batch, groups, lives)
-            outgoing += self._dispatch(batch, groups, lives)
+            outgoing += self._dispatcher.dispatch(batch, groups, lives)
         if self.settings.scheduler.moves != "none":
             lives_by_name = {life.name: life for life in lives}
             for name, keys in unstarted_to_move(lives).items():
@@ -401,90 +387,3 @@ class Ledger:
                 source.ask_for([wish.key], Move(target, begun_too=wish.begun))
                 asked += 1
         return asked
-
-    def _dispatch_moved(self, batch: Batch, groups: dict[int, list[Sample]], lives: list[Life]) -> Iterator[Outgoing]:
-        """Gives samples that were taken back for a certain instance to that one, and takes them out of `groups`."""
-        for index, samples in groups.items():
-            groups[index] = []
-            for sample in samples:
-                life = sample.moves_to
-                if life is None or life not in lives:
-                    groups[index].append(sample)
-                else:
-                    yield Outgoing(life.partition, self._assign(batch, self._piece(batch, index, [sample]), life))
-
-    def _dispatch(self, batch: Batch, groups: dict[int, list[Sample]], lives: list[Life]) -> list[Outgoing]:
-        """Plans what waits of one batch over the instances that take work."""
-        if not any(groups.values()):
-            return []
-        # An instance may repeat that it has given a sample back: it must not mean a later dispatch to itself.
-        left = {id(sample.moved_from) for samples in groups.values() for sample in samples if sample.moved_from}
-        if left:
-            others = [life for life in lives if id(life) not in left]
-            lives = [life for life in others if life.room] or others or lives
-        pieces = []
-        for index, samples in groups.items():
-            # Each answer that goes on has a record of its own: they may be long.
-            pieces += [self._piece(batch, index, [sample]) for sample in samples if sample.prefix is not None]
-            if anew := [sample for sample in samples if sample.prefix is None]:
-                pieces.append(self._piece(batch, index, anew))
-        lengths, profiles = self.samples.lengths, fleet_profiles(lives)
-        shares = plan(
-            self.settings.scheduler.dispatch,
-            pieces,
-            [
-                InstanceLoad(life.name, life.request.max_running, life.outstanding_tokens, profiles.get(life.name))
-                for life in lives
-            ],
-            length_p50=lengths.history.recent_quantile(0.5),
-            length_p90=lengths.history.recent_quantile(0.9),
-            seed=sample_seed(self.settings.run.seed, SampleKey(*batch.key, 0, 0)),
-        )
-        return [
-            Outgoing(life.partition, self._assign(batch, piece, life))
-            for life in lives
-            for piece in shares.get(life.name, ())
-        ]
-
-    def _piece(self, batch: Batch, index: int, samples: Sequence[Sample]) -> Piece:
-        """Samples of a group, as a plan takes them."""
-        group, lengths = batch.groups[index], self.samples.lengths
-        if group.foretold is None:
-            group.foretold = lengths.foretell(group.prompt)
-        prompt_id, max_tokens = group.prompt.prompt_id, group.prompt.sampling.max_tokens
-        group.lengths = lengths.forecast(prompt_id, max_tokens)
-        there = max(sample.tokens_there for sample in samples)
-        return Piece(
-            index,
-            tuple(sample.key.sample for sample in samples),
-            min(max(lengths.expected_tokens(prompt_id, max_tokens), there + 1), max_tokens),
-            lengths=group.lengths,
-            prompt_tokens=len(group.prompt.token_ids) + there,
-        )
-
-    def _assign(self, batch: Batch, piece: Piece, life: Life) -> Assignment:
-        group, max_staleness = batch.groups[piece.group], self.settings.pipeline.max_staleness
-        weight_version = least_version = version_for(batch.key, max_staleness)
-        draws = []
-        for index in piece.samples:
-            sample = group.samples[index]
-            self.samples.assign(sample, life, piece.expected_tokens)
-            seed = sample_seed(self.settings.run.seed, sample.key, sample.tokens_there)
-            draws.append(SampleDraw(sample=index, seed=seed, dispatch=sample.dispatch, prefix=sample.prefix))
-            if sample.prefix is not None:
-                # Versions of an answer never fall.
-                least_version = max(least_version, sample.prefix.version_spans[-1].weight_version)
-        return Assignment(
-            attempt=self.settings.run.attempt,
-            incarnation=life.incarnation,
-            purpose=group.prompt.purpose,
-            batch=batch.key.batch,
-            group=piece.group,
-            prompt_id=group.prompt.prompt_id,
-            token_ids=group.prompt.token_ids,
-            sampling=group.prompt.sampling,
-            draws=draws,
-            min_weight_version=least_version,
-            exact_weight_version=weight_version if batch.key.is_evaluation or self._pins_training else None,
-            priority=priority(batch.key, max_staleness, piece.expected_tokens if self._orders_by_length else 0),
-        )

@@ -6,7 +6,7 @@ What holds whatever happens:
 * Whatever is said twice changes nothing.
 
 When a sample may leave a silent instance is decided in scheduler_svc/registry.py, where it goes next in
-scheduler_svc/ledger.py.
+scheduler_svc/dispatcher.py.
 """
 
 import heapq

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 
 from google.protobuf.message import DecodeError
 
-from scheduler_svc.ledger import Ledger, Outgoing
+from scheduler_svc.dispatcher import Outgoing
+from scheduler_svc.ledger import Ledger
 from streamrl.errors import RecordError
 from streamrl.kafka.dead_letters import DeadLetters
 from streamrl.kafka.producer import RecordProducer

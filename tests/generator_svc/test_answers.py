@@ -48,6 +48,23 @@ def test_a_beginning_that_was_handed_over_goes_along_whenever_it_is_asked_for_ag
     assert said(answers)[0] == ["0/0/0@3+0"]
 
 
+def test_long_beginnings_go_in_several_heartbeats() -> None:
+    answers = Answers()
+    keys = [SampleKey(PURPOSE_TRAIN, 0, 0, sample) for sample in range(3)]
+    long = Prefix((5,) * 900_000, (-0.5,) * 900_000, ((0, 900_000),))
+    for key in keys:
+        answers.given_back(key, 1, long)
+    request = HeartbeatRequest()
+    assert answers.write_to(request)
+    assert request.ByteSize() < 20_000_000
+    assert said(answers)[0] == ["0/0/2@1+900000"]
+    answers.not_heard()
+    request.Clear()
+    assert answers.write_to(request)
+    assert not answers.write_to(request)
+    assert len(request.revoked) == 3
+
+
 def test_another_life_has_nothing_to_answer() -> None:
     answers = Answers()
     answers.given_back(FIRST, 1, PREFIX)
@@ -57,3 +74,17 @@ def test_another_life_has_nothing_to_answer() -> None:
     assert said(answers) == ([], [])
     answers.given_back(FIRST, 1)
     assert said(answers)[0] == ["0/0/0@1+0"]
+
+
+def test_no_beginning_is_forgotten_before_it_was_said() -> None:
+    answers = Answers()
+    keys = [SampleKey(PURPOSE_TRAIN, 0, 0, sample) for sample in range(200)]
+    for key in keys:
+        answers.given_back(key, 1, PREFIX)
+        answers.heard()
+    assert all(one.endswith("+2") for one in said(answers)[0])
+    answers.heard()
+    for key in keys:
+        answers.given_back(key, 1)
+    again = said(answers)[0]
+    assert [one.endswith("+2") for one in again] == [False] * 136 + [True] * 64
