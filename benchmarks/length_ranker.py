@@ -1,10 +1,10 @@
 """The length ranker on new prompts: how many of the longest answers it finds, and how long it takes to learn and score.
 
 Two sets of lengths. The laptop example's task: an answer to "to B from A" has B - A numbers and an end. And what
-SmolLM2-135M-Instruct wrote, eight answers a prompt, to a mix of ten tasks of reasoning-gym: a real engine draws them the
-first time (benchmarks/lengths/produce.py), their lengths are kept in benchmarks/data, and the prompts are made anew.
+SmolLM2-135M-Instruct wrote, eight answers a prompt, to a mix of ten tasks of reasoning-gym: a real engine draws them
+the first time (benchmarks/lengths/produce.py), their lengths are kept in benchmarks/data, prompts are made anew.
 Each set is cut into folds; each fold is scored by a ranker that has learned from the others and none of it. Beside it
-stand the rankings by prompt length and by what is usual for the task. On one thread; ten minutes when lengths are there.
+stand the rankings by prompt length and by what is usual for the task. On one thread; ten minutes with lengths at hand.
 """
 
 import subprocess

@@ -52,6 +52,8 @@ class Worker:
         self._steps_owed = 0.0
         self._kept_s = time.monotonic()
         self._kept_steps = 0
+        self._said_steps = 0
+        self._ended = threading.Event()
 
     def run(self) -> None:
         """Serves until the scheduler closes the socket."""
@@ -63,7 +65,7 @@ class Worker:
             except queue.Empty:
                 self._learn()
                 continue
-            if request is None:
+            if request is None or self._ended.is_set():
                 self._keep()
                 return
             if "score" in request:
@@ -78,6 +80,8 @@ class Worker:
                     self._requests.put(json.loads(line))
             except OSError:
                 pass  # the scheduler has died, and this process is about to
+        # What is still in the queue has nobody who would ask for it.
+        self._ended.set()
         self._requests.put(None)
 
     def _say(self, messages: Iterable[bytes]) -> None:
@@ -99,12 +103,14 @@ class Worker:
         num_steps = min(_STEPS_AT_ONCE, int(self._steps_owed))
         self._learner.learn(self._examples.all(), num_steps)
         self._steps_owed -= num_steps
-        if self._steps_owed < 1:
+        # Where answers come faster than they can be learned from, there is no end to wait for.
+        if self._steps_owed < 1 or self._learner.num_steps - self._said_steps >= _FIRST_STEPS:
             self._say_learned()
             if time.monotonic() - self._kept_s > _KEEP_EVERY_S:
                 self._keep()
 
     def _say_learned(self) -> None:
+        self._said_steps = self._learner.num_steps
         self._say([line({"learned": len(self._examples), "steps": self._learner.num_steps})])
 
     def _score(self, prompts: list[tuple[str, list[int]]]) -> None:

@@ -1,5 +1,6 @@
 """scheduler_svc as a process, between a real broker, real gRPC and scripted peers."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -273,3 +274,25 @@ def test_bad_settings_are_refused_by_name(tmp_path: Path, settings: dict[str, ob
     code, error = _run(tmp_path, settings)
     assert (code, error["kind"]) == (2, "bad_input")
     assert message in error["message"]
+
+
+@pytest.mark.slow
+def test_lengths_of_new_prompts_are_foretold_once_enough_were_answered(start: Start, tmp_path: Path) -> None:
+    scheduler = start()
+    instance = scheduler.instance("generator-0")
+    scheduler.weights.announce(0)
+    scheduler.report(complete=True)
+
+    def answer_and_close(batch: int, num_groups: int) -> bool:
+        """Of each batch ten prompts are new. Whether it is known by now how well they are foretold."""
+        scheduler.write_batch(batch, num_groups)
+        scheduler.weights.announce(batch)
+        wait_until(lambda: {key.group for key in instance.samples() if key.batch == batch} == set(range(num_groups)))
+        closed = [ClosedBatch(purpose=PURPOSE_TRAIN, batch=batch)]
+        scheduler.report(_keys(batch, num_groups), closed=closed)
+        return scheduler.fleet().HasField("length_recall")
+
+    batches = itertools.count()
+    wait_until(lambda: answer_and_close(batch := next(batches), 80 + 10 * batch), 200.0)
+    assert scheduler.close() == 0
+    assert list(tmp_path.glob("*/ranker/ranker.safetensors"))

@@ -209,6 +209,14 @@ def test_an_incomplete_group_can_be_dropped_as_a_whole() -> None:
     assert (counts.trained, counts.dropped["filtered"], counts.dropped["abandoned"]) == (0, 2, 1)
 
 
+def test_the_scheduler_is_told_which_answers_were_cut() -> None:
+    acceptance = opened(samples=2)
+    whole = acceptance.offer(rollout(sample=0))
+    cut = acceptance.offer(rollout(sample=1, finish_reason=FINISH_REASON_LENGTH))
+    assert whole.outcome is not None and not whole.outcome.truncated
+    assert cut.outcome is not None and cut.outcome.truncated
+
+
 def test_masked_truncated_answers_are_dropped_but_count_in_the_mean_of_their_group() -> None:
     acceptance = opened(samples=3, truncated="mask")
     acceptance.offer(rollout(sample=0))
