@@ -148,7 +148,7 @@ def test_what_a_run_cannot_go_on_without_is_answered_by_its_next_attempt(place: 
     place.let_go_on()
     done = place.ended(run)
     assert done.exit_code == 0, done.stderr
-    assert f"{why}: the run is taken up again from its newest checkpoint in 1 s" in done.stderr
+    assert f"{why}: the run is taken up again from its beginning in 1 s" in done.stderr
     assert (done.result["attempts"], done.result["iterations"]) == (2, 5)
     assert place.processes() == []
 

@@ -822,7 +822,7 @@ def test_four_times_the_prompts_take_four_times_the_calls() -> None:
             sys.setprofile(None)
         return calls
 
-    assert num_calls(100) < 6 * num_calls(25)
+    assert num_calls(48) < 6 * num_calls(12)
 
 
 def _moves(scene: Scene, name: str) -> list[SampleKey]:

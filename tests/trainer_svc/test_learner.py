@@ -240,7 +240,9 @@ def _two_ranks(folder: Path, zero_stages: Sequence[int]) -> None:
                 safetensors.torch.save_file(weights, folder / f"weights-{zero_stage}.safetensors")
 
 
-@pytest.mark.parametrize("zero_stages", [(3,), pytest.param((0, 1, 2), marks=pytest.mark.slow)])
+# Two ranks are for every day in test_trainer.py.
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_stages", [(3,), (0, 1, 2)])
 def test_two_ranks_train_policy_and_critic_like_one_and_resume_where_they_were(
     tmp_path: Path, plain: Plain, zero_stages: tuple[int, ...]
 ) -> None:

@@ -205,7 +205,7 @@ def _two_ranks_at_all_stages(folder: Path) -> None:
                 (folder / f"grad-norm-{zero_stage}").write_text(str(stats.grad_norm))
 
 
-# Two ranks are for every day in test_learner.py and test_trainer.py.
+# Two ranks are for every day in test_trainer.py.
 @pytest.mark.slow
 def test_two_ranks_step_like_one_and_resume_where_they_were(tmp_path, plain):
     assert len(cut(_samples(), 70)) % 2 == 1

@@ -16,7 +16,8 @@ from streamrl.identity import PURPOSE_TRAIN
 from streamrl.v1.records_pb2 import Prompt
 from streamrl.v1.sample_pb2 import SamplingSettings
 
-pytestmark = pytest.mark.timeout(300)
+# It takes what processor time others leave.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 NUM_PROMPTS = 100
 
