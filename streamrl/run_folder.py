@@ -199,14 +199,21 @@ class RunFolder:
         Raises:
             ValueError: attempt.json is damaged.
         """
-        checkpoints = self.path / "checkpoints"
-        names = [path.name for path in checkpoints.iterdir()] if checkpoints.is_dir() else []
         return max(
             self._attempt_on_record(),
             _number(_peek(self.settings, "run", "attempt")),
             *(_number(attempt) for attempt in _peek(self.path / "lineage.json") or {}),
-            *(int(match[1]) for name in names if (match := _CHECKPOINT.fullmatch(name))),
+            *self._checkpointed_attempts(),
         )
+
+    def has_checkpoint(self) -> bool:
+        """Whether there is one, good or damaged, to take the run up from."""
+        return bool(self._checkpointed_attempts())
+
+    def _checkpointed_attempts(self) -> list[int]:
+        checkpoints = self.path / "checkpoints"
+        names = [path.name for path in checkpoints.iterdir()] if checkpoints.is_dir() else []
+        return [int(match[1]) for name in names if (match := _CHECKPOINT.fullmatch(name))]
 
     def _attempt_on_record(self) -> int:
         try:
@@ -375,7 +382,8 @@ def find_run(run: str | None, runs: Path) -> RunFolder:
             RunFolder(candidate.resolve()).read_record()
     if run is None:
         raise ValueError(
-            f"no run in {runs.resolve()}: give a run's folder, or an id together with the folder of the runs"
+            f"no run in {runs.resolve()}: give a run's folder, such as runs/my-run, or set STREAMRL_RUN__DIR to the "
+            "folder that the runs are in"
         )
     known = sorted(folder.parent.name for folder in runs.glob("*/run.json") if folder.parent.name != LATEST)
     hint = f"the newest are {', '.join(known[-5:])}" if known else "it holds none"

@@ -160,7 +160,8 @@ class PipelineSection(Section):
 
 class ModelSection(Section):
     path: str = "tiny"
-    """A folder in Hugging Face's layout, a hub name, or `tiny`: a small model made and warm-started on the spot."""
+    """A folder in Hugging Face's layout, a hub name, `package:NAME` for a model that an installed Python package
+    brings, or `tiny`: a small model made and warm-started on the spot."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights as generators run them and as they are published; optimizers keep float32 masters."""
 

@@ -11,16 +11,22 @@ installed first and apart, from whichever place has it:
 """
 
 import argparse
+import os
 import subprocess
 import sys
+import tempfile
+import time
 import urllib.error
 import urllib.request
 import venv
 from pathlib import Path
+from typing import BinaryIO
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 TORCH = "torch==2.13.0"
+WORD_EVERY_S = 10.0
+"""Between words about a pip that lasts."""
 
 
 def pip_steps(*, gpu: bool, dev: bool, cpu_index_reachable: bool, locks_only: bool = False) -> list[list[str]]:
@@ -56,6 +62,35 @@ def cpu_index_reachable(timeout_s: float = 5.0) -> bool:
         return False
 
 
+def install(python: Path, step: list[str], word_every_s: float = WORD_EVERY_S) -> int:
+    """Runs pip; now and then it says how far that is, in pip's own words.
+
+    Returns:
+        pip's exit code. When it is not 0, the end of what pip wrote has been shown.
+    """
+    started_s = time.monotonic()
+    with tempfile.TemporaryFile() as output:
+        pip = [python, "-m", "pip", "install", "--progress-bar", "off", "--disable-pip-version-check", *step]
+        with subprocess.Popen(pip, cwd=ROOT, stdout=output) as process:
+            while True:
+                try:
+                    exit_code = process.wait(word_every_s)
+                    break
+                except subprocess.TimeoutExpired:
+                    age_s = time.monotonic() - started_s
+                    sys.stderr.write(f"  {age_s:4.0f} s  {(last_lines(output, 1) or ['pip starts'])[-1][:100]}\n")
+        if exit_code != 0:
+            sys.stderr.write("\n".join(["pip failed:", *last_lines(output, 20)]) + "\n")
+    return exit_code
+
+
+def last_lines(output: BinaryIO, count: int) -> list[str]:
+    """The end of a file that another process writes; its position there is left alone."""
+    end = os.fstat(output.fileno()).st_size
+    content = os.pread(output.fileno(), 4096, max(0, end - 4096)).decode(errors="replace")
+    return [line.strip() for line in content.splitlines() if line.strip()][-count:]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpu", action="store_true", help="vLLM and PyTorch for CUDA")
@@ -76,9 +111,8 @@ def main() -> int:
     )
     for number, step in enumerate(steps, 1):
         sys.stderr.write(f"install {number}/{len(steps)}: pip install {' '.join(step)}\n")
-        subprocess.run(
-            [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *step], cwd=ROOT, check=True
-        )
+        if (exit_code := install(python, step)) != 0:
+            return exit_code
     return 0
 
 

@@ -147,7 +147,7 @@ def load_prompts(data: DataSection, tokenizer: Any, *, seed: int, num_eval_promp
 
 
 def check_data(data: DataSection) -> None:
-    """Looks at settings and sources, by the first row of each file, without importing a large library.
+    """Looks at settings and sources, by the first rows of each file, without importing a large library.
 
     Raises:
         ValueError: what was expected, what is there, and what to do.

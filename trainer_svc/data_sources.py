@@ -12,7 +12,7 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 COUNTING = "counting"
 REASONING_GYM = "reasoning_gym:"
 _FILE_KINDS = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
+CHECKED_ROWS = 10_000
+"""Of each file, before a run starts: enough to meet what is wrong with it at all, and done in a moment."""
 _DEFAULT_TASK_SIZE = 10_000
 # Seeds a task's held-out questions: the same in every run. Question i of seed s is question 0 of seed s + i, hence the
 # large step between the seeds of training.
@@ -102,13 +104,13 @@ def open_source(
     if name.startswith(REASONING_GYM):
         return _TaskSource(name.removeprefix(REASONING_GYM), task_options, seed=seed, held_out=held_out)
     files = _files(name)
-    _check_first_rows(files, fields)
+    _check_first_rows(files, fields, 1)
     kind = _ParquetSource if files[0].suffix == ".parquet" else _JsonLinesSource
     return kind(files, fields, held_out)
 
 
 def check_source(name: str, *, fields: Fields, task_options: Mapping[str, Any]) -> None:
-    """Looks whether a source is there and has the right form, by the first row of each file.
+    """Looks whether a source is there and has the right form, by the first `CHECKED_ROWS` rows of each file.
 
     Raises:
         ValueError: no such file or task, an empty file, a field that is not there or of the wrong type, options that
@@ -119,7 +121,7 @@ def check_source(name: str, *, fields: Fields, task_options: Mapping[str, Any]) 
     if name.startswith(REASONING_GYM):
         _TaskSource(name.removeprefix(REASONING_GYM), task_options, seed=0, held_out=1).read(0, 1)
         return
-    _check_first_rows(_files(name), fields)
+    _check_first_rows(_files(name), fields, CHECKED_ROWS)
 
 
 def open_levels(name: str, *, task_options: Mapping[str, Any], seed: int) -> list[Source]:
@@ -335,34 +337,39 @@ def _files(name: str) -> list[Path]:
     return [path]
 
 
-def _check_first_rows(files: Sequence[Path], fields: Fields) -> None:
+def _check_first_rows(files: Sequence[Path], fields: Fields, limit: int) -> None:
     for file in files:
-        place, row = _first_parquet_row(file) if file.suffix == ".parquet" else _first_json_row(file)
-        _check_fields(str(file), row, fields)
-        _record(place, row, fields)
+        rows = _parquet_rows(file, limit) if file.suffix == ".parquet" else _json_rows(file)
+        number = 0
+        for number, (place, row) in enumerate(itertools.islice(rows, limit), 1):
+            if number == 1:
+                _check_fields(str(file), row, fields)
+            _record(place, row, fields)
+        if number == 0:
+            raise ValueError(f"data: {file} holds no rows")
 
 
-def _first_json_row(file: Path) -> tuple[str, dict[str, Any]]:
+def _json_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.isspace():
                 place = f"{file}, line {number}"
-                return place, parse_row(line, place)
-    raise ValueError(f"data: {file} holds no rows")
+                yield place, parse_row(line, place)
 
 
-def _first_parquet_row(file: Path) -> tuple[str, dict[str, Any]]:
+def _parquet_rows(file: Path, limit: int) -> Iterator[tuple[str, dict[str, Any]]]:
     import pyarrow.parquet
     from pyarrow import ArrowException
 
+    number = 0
     try:
         parquet = pyarrow.parquet.ParquetFile(file)
-        if parquet.metadata.num_rows == 0:
-            raise ValueError(f"data: {file} holds no rows")
-        first: dict[str, Any] = next(parquet.iter_batches(batch_size=1)).to_pylist()[0]
+        for rows in parquet.iter_batches(batch_size=min(limit, 1000)):
+            for row in rows.to_pylist():
+                number += 1
+                yield f"{file}, row {number}", row
     except (ArrowException, OSError) as error:
         raise ValueError(f"data: {file} is not a Parquet file, or is damaged: {error}") from error
-    return f"{file}, row 1", first
 
 
 def _check_fields(name: str, row: Mapping[str, Any], fields: Fields) -> None:

@@ -27,14 +27,6 @@ from streamrl.run_folder import write_private
 from trainer_svc.memory_plan import size_text
 
 BROKER_TIMEOUT_S = 10.0
-NOT_CHECKED_OFFLINE = (
-    "whether the ports are free",
-    "whether the broker of kafka.bootstrap_servers answers",
-    "whether a model with a hub name can be downloaded",
-    "whether reward models answer",
-    "whether there are accelerators enough",
-)
-"""What a dry run leaves out."""
 
 _ADDRESSES = ("trainer_address", "scheduler_address", "weights_address", "generator_address")
 # Services whose --check looks at files and functions that the settings name.
@@ -44,6 +36,20 @@ _SERVICE_TIMEOUT_S = 600.0
 _SERVICE_WORD_S = 20.0
 """Between words about checks that last."""
 _LOG_TAIL_LINES = 5
+
+
+def not_checked_offline(settings: Settings) -> list[str]:
+    """What a dry run leaves out."""
+    reward_models = any("://" in name for name in settings.reward.functions)
+    return [
+        "whether the ports are free",
+        *(["whether the broker of kafka.bootstrap_servers answers"] if settings.kafka.bootstrap_servers else []),
+        "whether a model with a hub name can be downloaded",
+        "what reward functions return",
+        *(["whether reward models answer"] if reward_models else []),
+        "rows of data files after the first 10,000",
+        "whether there are accelerators enough",
+    ]
 
 
 def check_addresses(settings: Settings) -> None:

@@ -232,9 +232,12 @@ class _Conductor:
         status = (await observer.observe()).trainer
         if await observer.ask_to_stop():
             self._display.step(f"stopping: the trainer {how_it_stops(status)}")
-        else:
-            self._display.step("stopping: the trainer has not begun")
-            supervisor.terminate("trainer")
+            return
+        began = observer.was_ready("trainer")
+        self._display.step(
+            f"stopping: the trainer {'does not answer, and' if began else 'has not begun, and'} is told by a signal"
+        )
+        supervisor.terminate("trainer")
 
     def _on_signal(self) -> None:
         """The first signal asks for a stop in order, the second ends everything at once."""
@@ -252,7 +255,8 @@ class _Conductor:
         if self._is_to_end:
             return False
         self._display.step(
-            f"{next_attempt.reason}: the run is taken up again from its newest checkpoint in {next_attempt.delay_s:g} s"
+            f"{next_attempt.reason}: the run is taken up again from its "
+            f"{'newest checkpoint' if self._folder.has_checkpoint() else 'beginning'} in {next_attempt.delay_s:g} s"
         )
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stop_asked.wait(), next_attempt.delay_s)

@@ -23,7 +23,7 @@ class Figure:
 
 FIGURES = (
     Figure("reward/mean", "reward", ".3f"),
-    Figure("eval/accuracy", "accuracy", ".3f"),
+    Figure("eval/accuracy", "last accuracy", ".3f"),
     Figure("throughput/samples_per_s", "samples/s", ".1f"),
     Figure("throughput/tokens_per_s", "tokens/s", ",.0f"),
     Figure("staleness/max", "staleness", ".0f"),
@@ -95,12 +95,13 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     weights = summary["weights"]
     rows = [
         ("status", str(summary["status"])),
-        ("iterations", f"{summary['iterations']} in {duration(summary['wall_s'])}"),
+        ("iterations", f"{summary['iterations']} in {duration(summary['wall_s'])}, evaluations apart"),
         ("evaluation", _change(summary["eval"], ".3f", f" on {summary['eval']['num_prompts']} prompts")),
         ("reward", _change(summary["reward"], ".3f")),
         ("throughput", f"{summary['samples_per_s']:.1f} samples/s, {summary['tokens_per_s']:,.0f} tokens/s"),
         ("rollouts", f"{rollouts['trained']} trained of {rollouts['expected']}; dropped: {dropped_text}"),
         ("again", f"{rollouts['redispatched']} dispatched again, {rollouts['duplicate']} came twice"),
+        ("attempts", str(summary["attempts"])),
         ("staleness", f"{summary['staleness_max']} at most"),
         ("idle", f"trainer {summary['idle']['trainer']:.0%}, generators {summary['idle']['generator']:.0%}"),
         ("weights", f"version {weights['version']}, {weights['bytes_sent'] / 1e6:,.1f} MB sent"),

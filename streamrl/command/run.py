@@ -16,12 +16,12 @@ from typing import Any
 
 from streamrl.command.broker import EmbeddedBroker, check_embedded
 from streamrl.command.checks import (
-    NOT_CHECKED_OFFLINE,
     check_accelerators,
     check_addresses,
     check_broker,
     check_memory,
     check_services,
+    not_checked_offline,
 )
 from streamrl.command.conduct import Outcome, conduct
 from streamrl.command.display import Display, open_display, show_summary
@@ -201,7 +201,7 @@ def _dry_run(settings: Settings, *, as_json: bool) -> int:
                 "settings": public_settings(settings),
                 "memory_bytes": _memory_json(needs) if needs is not None else None,
                 "notes": notes,
-                "not_checked": list(NOT_CHECKED_OFFLINE),
+                "not_checked": not_checked_offline(settings),
             }
         )
         return EXIT_COMPLETED
@@ -211,6 +211,6 @@ def _dry_run(settings: Settings, *, as_json: bool) -> int:
     for note in notes:
         write_error(note)
     write_error("These settings fit together, and what they name on this machine is there. Not checked:")
-    for item in NOT_CHECKED_OFFLINE:
+    for item in not_checked_offline(settings):
         write_error(f"  {item}")
     return EXIT_COMPLETED

@@ -131,6 +131,7 @@ def _age_s(record: RunRecord) -> float:
 
 
 def _service_line(service: ServiceRecord) -> str:
-    restarts = f", started again {service.restarts} times" if service.restarts else ""
+    times = "once" if service.restarts == 1 else f"{service.restarts} times"
+    restarts = f", started again {times} in this attempt" if service.restarts else ""
     place = f" at {service.address}" if service.address else ""
     return f"{service.instance}: pid {service.process.pid}{place}{restarts}"

@@ -91,13 +91,15 @@ def test_a_summary_is_told_in_words() -> None:
         "eval": {"first": 0.46, "last": 0.96, "num_prompts": 512},
         "reward": {"first": 0.6, "last": 0.92},
         "rollouts": {"expected": 100, "trained": 97, "dropped": dropped, "redispatched": 4, "duplicate": 1},
+        "attempts": 2,
         "staleness_max": 1,
         "idle": {"trainer": 0.31, "generator": 0.1},
         "weights": {"version": 30, "bytes_full": 2_000_000, "bytes_sent": 1_500_000},
         "mlflow": {"tracking_uri": "", "run_id": ""},
     }
     rows = dict(summary_rows(summary))
-    assert rows["iterations"] == "30 in 1 min 1 s"
+    assert rows["iterations"] == "30 in 1 min 1 s, evaluations apart"
+    assert rows["attempts"] == "2"
     assert rows["evaluation"] == "0.460 → 0.960 on 512 prompts"
     assert rows["rollouts"] == "97 trained of 100; dropped: 3 abandoned"
     assert "MLflow" not in rows and "go on with" not in rows

@@ -3,6 +3,7 @@
 import importlib.util
 from pathlib import Path
 from types import ModuleType
+from typing import BinaryIO
 
 import pytest
 
@@ -59,3 +60,32 @@ def test_every_requirement_is_pinned_and_the_locks_agree() -> None:
     for part in (dev, pins("control.txt"), pins("tracker.txt")):
         for name in cpu.keys() & part.keys():
             assert cpu[name] == part[name], name
+
+
+def test_a_pip_that_fails_ends_with_what_it_said(
+    install: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pip = tmp_path / "python"
+    pip.write_text("#!/bin/sh\necho Collecting torch\necho No space left on device\nexit 3\n")
+    pip.chmod(0o755)
+    assert install.install(pip, ["torch"]) == 3
+    told = capsys.readouterr().err
+    assert "pip failed:\nCollecting torch\nNo space left on device\n" in told
+
+
+def test_a_pip_that_lasts_says_how_far_it_is(
+    install: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pip, asked = tmp_path / "python", tmp_path / "asked"
+    pip.write_text(f"#!/bin/sh\necho Downloading torch\nuntil [ -e {asked} ]; do sleep 0.05; done\n")
+    pip.chmod(0o755)
+    last_lines = install.last_lines
+
+    def ask(output: BinaryIO, count: int) -> list[str]:
+        if lines := last_lines(output, count):
+            asked.touch()
+        return lines
+
+    monkeypatch.setattr(install, "last_lines", ask)
+    assert install.install(pip, ["torch"], word_every_s=0.05) == 0
+    assert "s  Downloading torch\n" in capsys.readouterr().err

@@ -13,6 +13,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from trainer_svc import data_sources
 from trainer_svc.counting_task import NUM_HELD_OUT, NUM_TRAIN
 from trainer_svc.data import PromptSets, check_data, load_prompts
 from trainer_svc.settings import DataSection
@@ -333,11 +334,18 @@ def test_parquet_is_looked_at_without_reading_it_all(tmp_path: Path) -> None:
             check_data(DataSection(train=str(path), eval=held_out))
 
 
-def test_a_wrong_row_further_down_is_named_when_loaded(tmp_path: Path, tokenizer: Any) -> None:
-    train = write_jsonl(tmp_path / "train.jsonl", *rows(0, 4), {"prompt": "", "answer": "5"}, *rows(6, 9))
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+def test_a_wrong_row_further_down_is_named(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, write: Callable[..., Path]
+) -> None:
+    name = "train.jsonl" if write is write_jsonl else "train.parquet"
+    train = write(tmp_path / name, *rows(0, 4), {"prompt": "", "answer": "5"}, *rows(6, 9))
     held_out = write_jsonl(tmp_path / "eval.jsonl", *rows(9, 9))
+    with pytest.raises(ValueError, match=r"train\..*6: expected text"):
+        check_data(DataSection(train=str(train), eval=str(held_out)))
+    monkeypatch.setattr(data_sources, "CHECKED_ROWS", 5)
     check_data(DataSection(train=str(train), eval=str(held_out)))
-    with pytest.raises(ValueError, match=r"train\.jsonl, line 6: expected text"):
+    with pytest.raises(ValueError, match=r"train\..*6: expected text"):
         load(tokenizer, train=train, eval=held_out)
 
 
