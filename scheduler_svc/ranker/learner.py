@@ -29,8 +29,8 @@ _MOST_GRADIENT = 1.0
 _MEAN_STEPS = 200
 """The running mean goes over about so many steps; at first over a tenth of those that there were."""
 _LARGEST_LOG_RATE = 8.0
-_SCORED_POSITIONS, _TRAINED_POSITIONS = 8192, 2048
-"""So many tokens are scored, or trained, at a time, padding included."""
+_POSITIONS_AT_ONCE = 2048
+"""So many tokens go through the network together, padding included: what that needs stays in a core's cache."""
 
 
 class LengthLearner:
@@ -86,7 +86,7 @@ class LengthLearner:
         """
         found = np.empty((len(prompts), NUM_STRETCHES))
         with torch.inference_mode():
-            for indices in _of_similar_length(prompts, _SCORED_POSITIONS):
+            for indices in _of_similar_length(prompts):
                 tokens, num_tokens = _padded([prompts[index] for index in indices])
                 log_rates = self.mean(tokens, num_tokens).clamp(-_LARGEST_LOG_RATE, _LARGEST_LOG_RATE)
                 found[indices] = log_rates.double().exp().numpy()
@@ -106,7 +106,7 @@ class LengthLearner:
         shares = torch.tensor([1.0 / (len(example.lengths) * len(examples)) for example in examples])
         self._optimizer.zero_grad(set_to_none=True)
         total = 0.0
-        for indices in _of_similar_length(prompts, _TRAINED_POSITIONS):
+        for indices in _of_similar_length(prompts):
             log_rates = self.network(*_padded([prompts[index] for index in indices]))
             log_rates = log_rates.clamp(-_LARGEST_LOG_RATE, _LARGEST_LOG_RATE)
             unlikely = (log_rates.exp() * exposure[indices] - log_rates * endings[indices]).sum(dim=1)
@@ -150,11 +150,11 @@ def _padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     return pad_sequence(rows, batch_first=True), torch.tensor([len(row) for row in rows])
 
 
-def _of_similar_length(prompts: Sequence[Sequence[int]], most_positions: int) -> Iterator[list[int]]:
+def _of_similar_length(prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
     """Indices of prompts that go through the network together: few positions are spent on padding."""
     indices: list[int] = []
     for index in sorted(range(len(prompts)), key=lambda index: len(prompts[index])):
-        if indices and len(prompts[index]) * (len(indices) + 1) > most_positions:
+        if indices and len(prompts[index]) * (len(indices) + 1) > _POSITIONS_AT_ONCE:
             yield indices
             indices = []
         indices.append(index)

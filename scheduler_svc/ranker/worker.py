@@ -74,10 +74,10 @@ class Worker:
                 self._take(example_of_json(example))
 
     def _receive(self) -> None:
-        with self._connection.makefile("r", encoding="utf-8") as lines:
+        with self._connection.makefile("r", encoding="utf-8") as messages:
             try:
-                for line in lines:
-                    self._requests.put(json.loads(line))
+                for message in messages:
+                    self._requests.put(json.loads(message))
             except OSError:
                 pass  # the scheduler has died, and this process is about to
         # What is still in the queue has nobody who would ask for it.
