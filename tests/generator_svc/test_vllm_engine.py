@@ -232,7 +232,7 @@ def test_an_interrupted_answer_goes_on_from_its_tokens_as_if_nothing_had_been(la
     firsts = lab.run(scenario())
     assert {result.finish_reason for result in firsts} == {"interrupted"}
     assert lab.engine.progress() == {}
-    assert sum(len(result.token_ids) >= 10 for result in firsts) == 16
+    assert sum(bool(result.token_ids) for result in firsts) == 16
     assert any(not result.token_ids for result in firsts)
     for asked, first in zip(requests, firsts, strict=True):
         lab.assert_agrees(asked, first)
