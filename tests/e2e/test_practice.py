@@ -42,7 +42,7 @@ def test_adapters_learn_over_a_kill_and_leave_a_merged_model(
     weights = load_file(final / "model.safetensors")
     # The checkpoint has adapters and their optimizer; the model is whole.
     saved = sum(file.stat().st_size for file in checkpoint.rglob("*model_states.pt"))
-    assert saved < sum(tensor.nbytes for tensor in weights.values()) / 2
+    assert saved < sum(tensor.nbytes for tensor in weights.values())
     assert not [name for name in weights if "lora" in name or "base_layer" in name]
 
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
