@@ -47,6 +47,7 @@ def release(kafka_download: KafkaDownload, tmp_path: Path) -> Path:
 
 
 @pytest.mark.kafka
+@pytest.mark.slow
 def test_the_node_that_follows_a_killed_one_finds_its_topics_whatever_its_port(release: Path, tmp_path: Path) -> None:
     settings, data, log = KafkaSection(embedded="apache", home=str(release)), tmp_path / "kafka", tmp_path / "log"
     with EmbeddedBroker.start(settings, data=data, log=log) as first:

@@ -26,7 +26,10 @@ FAKE = {
 BATCH = 8 * 4
 
 
-@pytest.mark.parametrize(("mode", "staleness_max"), [("sync", 0), ("async", 1), ("colocated", 0)])
+# The mode async is for every day with real engines (test_run.py).
+@pytest.mark.parametrize(
+    ("mode", "staleness_max"), [("sync", 0), pytest.param("async", 1, marks=pytest.mark.slow), ("colocated", 0)]
+)
 def test_every_mode_trains_each_sample_once(
     start_run: Callable[..., Any], assert_adds_up: AddsUp, cluster: dict[str, Any], mode: str, staleness_max: int
 ) -> None:
@@ -61,6 +64,7 @@ def test_staleness_stays_within_its_bound_when_services_stall_at_random(
     assert summary["staleness_max"] == 1
 
 
+@pytest.mark.slow
 def test_a_killed_generator_is_replaced_and_its_samples_are_generated_by_others(
     start_run: Callable[..., Any], assert_adds_up: AddsUp, cluster: dict[str, Any]
 ) -> None:
@@ -85,11 +89,9 @@ def test_a_killed_generator_is_replaced_and_its_samples_are_generated_by_others(
     assert run.left_behind() == []
 
 
-# How a run stops in order is for every day with stand-ins for the services (tests/command/test_run.py).
-@pytest.mark.parametrize(
-    "how",
-    [signal.SIGKILL, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGINT))],
-)
+# How a run ends is for every day with stand-ins for the services (tests/command/test_run.py).
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_nothing_outlives_a_run_that_is_ended(start_run: Callable[..., Any], how: signal.Signals) -> None:
     run = start_run({**FAKE, "trainer.num_iterations": 10_000})
     run.wait_for_iteration(1)

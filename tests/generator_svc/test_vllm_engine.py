@@ -356,6 +356,8 @@ def test_an_engine_is_measured_by_made_up_requests(lab: Lab) -> None:
     assert lab.engine.running() == 0
 
 
+# An engine that keeps caches at a switch is one more to start.
+@pytest.mark.slow
 def test_kept_caches_stay_with_the_answers_that_have_begun(keeping_lab: Lab) -> None:
     lab = keeping_lab
     prompt = [1, 3, 5, 9] * 40
@@ -377,12 +379,14 @@ def test_kept_caches_stay_with_the_answers_that_have_begun(keeping_lab: Lab) -> 
             lab.assert_agrees(asked, result)
 
 
+@pytest.mark.slow
 def test_a_tied_head_changes_with_its_embedding(keeping_lab: Lab) -> None:
     for version in (11, 10):
         keeping_lab.load(version)
         keeping_lab.assert_agrees(request(1), keeping_lab.run(keeping_lab.engine.generate(request(1))))
 
 
+@pytest.mark.slow
 def test_a_version_that_does_not_fit_the_model_costs_the_engine(keeping_lab: Lab) -> None:
     weights = dict(keeping_lab.models[10].state_dict())
     del weights["lm_head.weight"], weights["model.norm.weight"]

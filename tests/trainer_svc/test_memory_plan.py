@@ -100,7 +100,14 @@ def _live_storages():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("zero_stage", "dtype", "lora_rank"),
-    [(0, "float32", 0), (1, "float32", 8), (2, "float32", 0), (1, "bfloat16", 0), (2, "bfloat16", 8)],
+    [
+        (0, "float32", 0),
+        (2, "bfloat16", 8),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, "float32", 8), (2, "float32", 0), (1, "bfloat16", 0))
+        ),
+    ],
 )
 def test_weights_gradients_and_optimizer_are_what_deepspeed_holds(ranks, zero_stage, dtype, lora_rank):
     before = _live_storages()

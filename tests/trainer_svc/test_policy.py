@@ -131,7 +131,7 @@ def plain() -> tuple[dict[str, Tensor], float]:
     return _plain_steps([_samples(), _samples(seed=1)])
 
 
-@pytest.mark.parametrize("zero_stage", _STAGES)
+@pytest.mark.parametrize("zero_stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
 def test_steps_are_those_of_the_whole_batch_in_plain_pytorch_however_it_is_cut(ranks, plain, zero_stage):
     weights, grad_norm = plain
     for micro_batch_tokens in (1, 60, 10_000):
@@ -238,7 +238,12 @@ def test_leaving_out_samples_without_advantage_changes_nothing(ranks, zero_stage
 
 
 @pytest.mark.parametrize(
-    ("zero_stage", "dtype"), [(0, "float32"), (1, "float32"), (3, "float32"), (1, "bfloat16"), (2, "bfloat16")]
+    ("zero_stage", "dtype"),
+    [
+        (0, "float32"),
+        (2, "bfloat16"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, "float32"), (3, "float32"), (1, "bfloat16"))),
+    ],
 )
 def test_a_gradient_that_is_not_finite_changes_nothing(ranks, zero_stage, dtype):
     weights = []
@@ -258,7 +263,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(ranks, zero_stage, dtype)
     assert _max_difference(*weights) == 0
 
 
-@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+@pytest.mark.parametrize("zero_stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2)), 3])
 def test_bfloat16_accumulates_in_float32(ranks, zero_stage):
     policy = _policy(_model(), zero_stage, "bfloat16", learning_rate=0.0)
     micro_batch = collate([_samples(1)], _AGGREGATION)
@@ -271,7 +276,7 @@ def test_bfloat16_accumulates_in_float32(ranks, zero_stage):
     policy.close()
 
 
-@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+@pytest.mark.parametrize("zero_stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (2, 3))])
 def test_bfloat16_keeps_float32_weights_behind_its_own(ranks, zero_stage):
     """One update is far below the last digit of a weight that is 1; eight are not."""
     policy = _policy(_model(), zero_stage, "bfloat16", learning_rate=5e-4)

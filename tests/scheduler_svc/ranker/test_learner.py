@@ -36,6 +36,7 @@ def learner() -> LengthLearner:
     return learner
 
 
+@pytest.mark.slow
 def test_it_ranks_new_prompts(learner: LengthLearner) -> None:
     new = difference_examples(200, seed=2)
     forecasts = LengthForecast(learner.forecast([one.token_ids for one in new])).mean
@@ -43,6 +44,7 @@ def test_it_ranks_new_prompts(learner: LengthLearner) -> None:
     assert recall_of_longest(forecasts.tolist(), [sum(one.lengths) for one in new], 0.4) > 0.8
 
 
+@pytest.mark.slow
 def test_answers_that_were_cut_are_foretold_to_be_longer_than_the_cut(learner: LengthLearner) -> None:
     long, short = learner.forecast([(5, 10 + 99, 6, 210), (5, 10 + 8, 6, 210)])
     median = LEVELS.index(0.5)
@@ -50,6 +52,7 @@ def test_answers_that_were_cut_are_foretold_to_be_longer_than_the_cut(learner: L
     assert short[median] == pytest.approx(8, rel=0.4)
 
 
+@pytest.mark.slow
 def test_the_order_and_company_of_prompts_changes_no_forecast(learner: LengthLearner) -> None:
     prompts = [(5, 20, 6, 210), (5, 90, 6), (7, 7, 7, 7, 7, 7, 7), (1,)]
     together = learner.forecast(prompts)
@@ -57,6 +60,7 @@ def test_the_order_and_company_of_prompts_changes_no_forecast(learner: LengthLea
         assert np.allclose(learner.forecast([prompt])[0], together[index], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_what_is_kept_goes_on_as_it_was(learner: LengthLearner, tmp_path: Path) -> None:
     examples = difference_examples(70, seed=3)
     save_ranker(tmp_path / "ranker", "", learner, examples)
@@ -67,6 +71,7 @@ def test_what_is_kept_goes_on_as_it_was(learner: LengthLearner, tmp_path: Path) 
     assert np.array_equal(other.forecast(prompts), learner.forecast(prompts))
 
 
+@pytest.mark.slow
 def test_what_is_damaged_or_of_another_model_is_not_taken(learner: LengthLearner, tmp_path: Path) -> None:
     other = LengthLearner("", seed=9)
     with pytest.raises(FileNotFoundError):
