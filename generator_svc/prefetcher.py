@@ -28,7 +28,9 @@ class Prefetcher:
 
     def begin(self, manifest: VersionManifest) -> None:
         """Begins to fetch. A version that is on its way already, or is there, stays; another one is dropped."""
-        if self._manifest is not None and self._manifest.digest == manifest.digest and not self._failed():
+        known = self._manifest
+        # Versions may have the same weights, and a version that a run has gone back behind comes again with others.
+        if known is not None and _name(known) == _name(manifest) and not self._failed():
             return
         self._drop()
         fetch = WeightFetch(self._source, manifest, None if self._base is None else self._base.share())
@@ -84,6 +86,10 @@ class Prefetcher:
         if fetch is not None and result is not None:
             fetch.cancel()
             result.add_done_callback(_close_buffer)
+
+
+def _name(manifest: VersionManifest) -> tuple[int, str]:
+    return manifest.weight_version, manifest.digest
 
 
 def _close_buffer(result: "asyncio.Future[FetchedVersion]") -> None:

@@ -56,6 +56,21 @@ def test_another_version_takes_the_place_of_the_one_on_its_way(published: Any) -
     asyncio.run(main())
 
 
+def test_a_version_with_the_weights_of_the_one_before_is_another_version(published: Any) -> None:
+    first, second = published.publish(1, FIRST), published.publish(2, FIRST)
+    assert first.digest == second.digest
+
+    async def main() -> None:
+        prefetcher = prefetcher_of(published)
+        prefetcher.begin(first)
+        fetched = await prefetcher.take(second)
+        assert fetched.manifest.weight_version == 2
+        assert torch.equal(only_tensor(fetched), FIRST["a"])
+        prefetcher.close()
+
+    asyncio.run(main())
+
+
 def test_what_failed_is_tried_anew(published: Any) -> None:
     manifest = published.publish(1, FIRST)
     published.corrupt_tensor = 0
