@@ -14,8 +14,9 @@ import pytest
 import safetensors.torch
 import torch
 from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
+from tests.trainer_svc.small_model import small_model
 from trainer_svc.algorithms import ALGORITHMS
 from trainer_svc.batch_intake import Intake
 from trainer_svc.batch_training import BatchSteps, BatchTraining, KlReward, Recipe
@@ -47,22 +48,6 @@ _RULES = OptimizerRules(_LEARNING_RATE, 0, (0.9, 0.95), 0.0, max_grad_norm=0.5)
 Plain = tuple[dict[str, Tensor], list[float]]
 
 
-def _model(seed: int = 0) -> Qwen2ForCausalLM:
-    torch.manual_seed(seed)
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=40,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            intermediate_size=48,
-            tie_word_embeddings=False,
-            initializer_range=0.2,
-        )
-    )
-
-
 def _groups(seed: int) -> list[SettledGroup]:
     draw = random.Random(seed)
     groups = []
@@ -88,9 +73,9 @@ def _networks(zero_stage: int) -> Networks:
     sharding = Sharding(zero_stage, "float32")
     objective = PolicyObjective(SURROGATES["ppo"], ClipRange(0.2, 0.2), OFF_POLICY["truncated"], 2.0)
     return Networks(
-        Policy(_model(), objective=objective, temperature=_TEMPERATURE, rules=_RULES, sharding=sharding),
-        Reference(_model(1), temperature=_TEMPERATURE, sharding=sharding, offload=zero_stage in (1, 3)),
-        Critic(_model(), clip=_VALUE_CLIP, rules=_RULES, sharding=sharding),
+        Policy(small_model(), objective=objective, temperature=_TEMPERATURE, rules=_RULES, sharding=sharding),
+        Reference(small_model(1), temperature=_TEMPERATURE, sharding=sharding, offload=zero_stage in (1, 3)),
+        Critic(small_model(), clip=_VALUE_CLIP, rules=_RULES, sharding=sharding),
         keeps_proximal=True,
     )
 
@@ -130,7 +115,7 @@ def _plain_values(model: ValueModel, sample: TrainSample) -> Tensor:
 def _plain_batches(batches: list[list[SettledGroup]]) -> Plain:
     """Weights after these batches, each of two steps on two groups, one sample at a time; and the gradient norms of all
     steps, the policy's and the critic's in turn."""
-    policy, reference, critic = _model(), _model(1), ValueModel(_model())
+    policy, reference, critic = small_model(), small_model(1), ValueModel(small_model())
     optimizers = [
         torch.optim.AdamW(network.parameters(), _LEARNING_RATE, (0.9, 0.95), weight_decay=0)
         for network in (policy, critic)
@@ -203,7 +188,7 @@ def test_what_is_prepared_is_of_each_sample_alone(ranks: Ranks) -> None:
     assert set(prepared) == {sample.identity for sample in samples}
     for sample in prepared.values():
         with torch.no_grad():
-            for mine, model in ((sample.reference_logprobs, _model(1)), (sample.proximal_logprobs, _model())):
+            for mine, model in ((sample.reference_logprobs, small_model(1)), (sample.proximal_logprobs, small_model())):
                 torch.testing.assert_close(mine, _plain_logprobs(model, sample), rtol=0, atol=1e-5)
         assert sample.values is not None and len(sample.values) == len(sample.answer_token_ids)
     networks.close()
@@ -270,14 +255,14 @@ def test_a_critic_begins_anew_where_the_checkpoint_has_none(ranks: Ranks, tmp_pa
 
 def test_in_bfloat16_values_and_reference_log_probs_are_float32(ranks: Ranks) -> None:
     sharding = Sharding(0, "bfloat16")
-    critic = Critic(_model(), clip=math.inf, rules=_RULES, sharding=sharding)
-    reference = Reference(_model(1), temperature=_TEMPERATURE, sharding=sharding)
+    critic = Critic(small_model(), clip=math.inf, rules=_RULES, sharding=sharding)
+    reference = Reference(small_model(1), temperature=_TEMPERATURE, sharding=sharding)
     networks = Networks(_networks(0).policy, reference, critic)
     for sample in _learner(networks, ranks).prepare([scored.sample for scored in _groups(0)[0].samples]):
         assert sample.values is not None and sample.values.dtype == torch.float32
         assert sample.reference_logprobs is not None and sample.proximal_logprobs is None
         with torch.no_grad():
-            expected = _plain_logprobs(_model(1), sample)
+            expected = _plain_logprobs(small_model(1), sample)
         # Eight bits of every weight and activation.
         torch.testing.assert_close(sample.reference_logprobs, expected, rtol=0.05, atol=0.1)
     networks.close()

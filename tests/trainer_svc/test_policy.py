@@ -13,8 +13,9 @@ import pytest
 import safetensors.torch
 import torch
 from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
+from tests.trainer_svc.small_model import small_model
 from trainer_svc.checkpoint import load_checkpoint, save_checkpoint
 from trainer_svc.losses import OFF_POLICY, SURROGATES, ClipRange, PolicyObjective, aggregation_of
 from trainer_svc.microbatches import TrainSample, collate, cut, deal, empty_micro_batch, loss_count
@@ -32,22 +33,6 @@ _MAX_GRAD_NORM = 0.05
 """Below the norms that occur here: clipping is part of what is compared."""
 _TEMPERATURE = 0.8
 _STAGES = (0, 1, 2, 3)
-
-
-def _model(*, tied: bool = False) -> Qwen2ForCausalLM:
-    torch.manual_seed(0)
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=40,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            intermediate_size=48,
-            tie_word_embeddings=tied,
-            initializer_range=0.2,
-        )
-    )
 
 
 def _samples(num_samples: int = 12, *, seed: int = 0) -> list[TrainSample]:
@@ -94,7 +79,7 @@ def _plain_logprobs(model: Qwen2ForCausalLM, sample: TrainSample) -> Tensor:
 
 def _plain_steps(batches: Sequence[Sequence[TrainSample]]) -> tuple[dict[str, Tensor], float]:
     """Weights after one step a batch, and the last gradient norm, of a loop that anyone would write."""
-    model = _model()
+    model = small_model()
     named = dict(model.named_parameters())
     matrices = [named[name] for name in named if named[name].ndim >= 2 and "embed" not in name]
     others = [named[name] for name in named if named[name].ndim < 2 or "embed" in name]
@@ -135,7 +120,7 @@ def plain() -> tuple[dict[str, Tensor], float]:
 def test_steps_are_those_of_the_whole_batch_in_plain_pytorch_however_it_is_cut(ranks, plain, zero_stage):
     weights, grad_norm = plain
     for micro_batch_tokens in (1, 60, 10_000):
-        policy = _policy(_model(), zero_stage)
+        policy = _policy(small_model(), zero_stage)
         _step(policy, _samples(), micro_batch_tokens, ranks)
         stats = _step(policy, _samples(seed=1), micro_batch_tokens, ranks)
         assert _max_difference(dict(policy.weights()), weights) < 1e-5
@@ -159,7 +144,7 @@ def _groups() -> list[TrainSample]:
 
 @pytest.mark.parametrize("zero_stage", [0, 3])
 def test_answers_that_share_a_row_have_the_gradients_of_rows_of_their_own(ranks, zero_stage):
-    policy = _policy(_model(), zero_stage)
+    policy = _policy(small_model(), zero_stage)
     assert policy.row_cost is not None
     rows = make_rows(_groups(), RowCost(each_token=1.0, each_pair=0.0), 60)
     assert len(rows) < len(_groups())
@@ -175,7 +160,7 @@ def test_answers_that_share_a_row_have_the_gradients_of_rows_of_their_own(ranks,
 
 @pytest.mark.parametrize("zero_stage", [0, 3])
 def test_gradient_checkpointing_changes_nothing(ranks, zero_stage):
-    policy = _policy(_model(), zero_stage, gradient_checkpointing=True)
+    policy = _policy(small_model(), zero_stage, gradient_checkpointing=True)
     _step(policy, _samples(), 100, ranks)
     assert _max_difference(dict(policy.weights()), _plain_steps([_samples()])[0]) < 1e-5
     policy.close()
@@ -185,7 +170,7 @@ def _two_ranks_at_all_stages(folder: Path) -> None:
     """Run as a program, by two ranks."""
     with join_ranks(2, [sys.executable, __file__, str(folder)], os.environ) as ranks:
         for zero_stage in _STAGES:
-            policy = _policy(_model(), zero_stage)
+            policy = _policy(small_model(), zero_stage)
             # These make an odd number of micro-batches: one rank passes an empty one.
             _step(policy, _samples(), 70, ranks)
             checkpoint = save_checkpoint(
@@ -194,7 +179,7 @@ def _two_ranks_at_all_stages(folder: Path) -> None:
             stats = _step(policy, _samples(seed=1), 70, ranks)
             weights = dict(policy.weights())
             policy.close()
-            resumed = _policy(_model(), zero_stage)
+            resumed = _policy(small_model(), zero_stage)
             load_checkpoint(checkpoint, saved=resumed, ranks=ranks)
             assert _step(resumed, _samples(seed=1), 70, ranks) == stats
             resumed_weights = dict(resumed.weights())
@@ -227,7 +212,7 @@ def test_leaving_out_samples_without_advantage_changes_nothing(ranks, zero_stage
     flat = [dataclasses.replace(sample, advantage=0.0) for sample in _samples(seed=2)]
     weights = []
     for passed in ([], flat):
-        policy = _policy(_model(), zero_stage)
+        policy = _policy(small_model(), zero_stage)
         for learning in (_samples(), []):
             for part in cut([*learning, *passed], 100):
                 policy.accumulate(collate([[sample] for sample in part], _AGGREGATION))
@@ -248,7 +233,7 @@ def test_leaving_out_samples_without_advantage_changes_nothing(ranks, zero_stage
 def test_a_gradient_that_is_not_finite_changes_nothing(ranks, zero_stage, dtype):
     weights = []
     for spoilt in (False, True):
-        policy = _policy(_model(), zero_stage, dtype)
+        policy = _policy(small_model(), zero_stage, dtype)
         _step(policy, _samples(), 100, ranks)
         if spoilt:
             broken = collate([_samples(1)], _AGGREGATION)
@@ -265,7 +250,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(ranks, zero_stage, dtype)
 
 @pytest.mark.parametrize("zero_stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2)), 3])
 def test_bfloat16_accumulates_in_float32(ranks, zero_stage):
-    policy = _policy(_model(), zero_stage, "bfloat16", learning_rate=0.0)
+    policy = _policy(small_model(), zero_stage, "bfloat16", learning_rate=0.0)
     micro_batch = collate([_samples(1)], _AGGREGATION)
     policy.accumulate(micro_batch)
     once = policy.step(1.0).grad_norm
@@ -279,7 +264,7 @@ def test_bfloat16_accumulates_in_float32(ranks, zero_stage):
 @pytest.mark.parametrize("zero_stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (2, 3))])
 def test_bfloat16_keeps_float32_weights_behind_its_own(ranks, zero_stage):
     """One update is far below the last digit of a weight that is 1; eight are not."""
-    policy = _policy(_model(), zero_stage, "bfloat16", learning_rate=5e-4)
+    policy = _policy(small_model(), zero_stage, "bfloat16", learning_rate=5e-4)
     micro_batch = collate([_samples(1)], _AGGREGATION)
     name = "model.norm.weight"
     seen = []
@@ -294,7 +279,7 @@ def test_bfloat16_keeps_float32_weights_behind_its_own(ranks, zero_stage):
 
 
 def test_tied_weights_are_handed_out_once_under_their_first_name(ranks):
-    model = _model(tied=True)
+    model = small_model(tied=True)
     expected = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     policy = _policy(model, 3)
     weights = dict(policy.weights())
@@ -305,7 +290,7 @@ def test_tied_weights_are_handed_out_once_under_their_first_name(ranks):
 
 @pytest.mark.parametrize("zero_stage", [0, 3])
 def test_scores_of_padded_sequences_are_those_of_each_alone(ranks, zero_stage):
-    model = _model()
+    model = small_model()
     sequences = [[*sample.prompt_token_ids, *sample.answer_token_ids] for sample in _samples()]
     expected = []
     for sequence in sequences:
@@ -323,7 +308,7 @@ def test_scores_of_padded_sequences_are_those_of_each_alone(ranks, zero_stage):
 
 
 def test_a_step_of_nothing_is_refused(ranks):
-    policy = _policy(_model(), 0)
+    policy = _policy(small_model(), 0)
     with pytest.raises(ValueError, match="global_count"):
         policy.step(0)
     policy.close()

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
+from tests.trainer_svc.small_model import small_model
 from trainer_svc.adapters import LoraRules, add_adapters, published_tensors
 from trainer_svc.checkpoint import load_checkpoint, save_checkpoint
 from trainer_svc.losses import OFF_POLICY, SURROGATES, ClipRange, PolicyObjective, aggregation_of
@@ -38,19 +39,7 @@ _KINDS = [
 
 
 def _model(lora: LoraRules | None = _LORA) -> Qwen2ForCausalLM:
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=40,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            intermediate_size=48,
-            tie_word_embeddings=False,
-            initializer_range=0.2,
-        )
-    )
+    model = small_model(num_key_value_heads=1)
     if lora is not None:
         add_adapters(model, lora)
     return model

@@ -20,8 +20,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
+from tests.trainer_svc.small_model import small_model
 from trainer_svc.algorithms import ALGORITHMS
 from trainer_svc.batch_intake import Intake
 from trainer_svc.batch_training import BatchTraining, KlReward, Recipe
@@ -104,25 +105,9 @@ def _cases() -> Iterator[Case]:
         yield Case(algorithm, aggregation, correction, kind, steps_per_batch=1 + (number // 2) % 2)
 
 
-def _model(seed: int = 0) -> Qwen2ForCausalLM:
-    torch.manual_seed(seed)
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=40,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            intermediate_size=48,
-            tie_word_embeddings=False,
-            initializer_range=0.2,
-        )
-    )
-
-
 def _groups() -> list[SettledGroup]:
     """Four prompts with three answers each, drawn by a policy that is not far from the trained one."""
-    draw, model = random.Random(3), _model()
+    draw, model = random.Random(3), small_model()
     groups = []
     for index in range(4):
         prompt = [draw.randrange(40) for _ in range(draw.randint(2, 5))]
@@ -169,7 +154,7 @@ class Steps:
 @functools.cache
 def _in_one_pass(case: Case) -> Steps:
     """The whole of each mini-batch in one pass of plain PyTorch."""
-    policy, reference, critic = _model(), _model(1), ValueModel(_model())
+    policy, reference, critic = small_model(), small_model(1), ValueModel(small_model())
     prepared = []
     for group in _groups():
         scored = []
@@ -212,9 +197,9 @@ def _networks(case: Case, zero_stage: int) -> Networks:
     sharding = Sharding(zero_stage, "float32")
     has_critic = ALGORITHMS[case.algorithm].has_critic
     return Networks(
-        Policy(_model(), objective=case.objective, temperature=_TEMPERATURE, rules=_RULES, sharding=sharding),
-        Reference(_model(1), temperature=_TEMPERATURE, sharding=sharding),
-        Critic(_model(), clip=_VALUE_CLIP, rules=_RULES, sharding=sharding) if has_critic else None,
+        Policy(small_model(), objective=case.objective, temperature=_TEMPERATURE, rules=_RULES, sharding=sharding),
+        Reference(small_model(1), temperature=_TEMPERATURE, sharding=sharding),
+        Critic(small_model(), clip=_VALUE_CLIP, rules=_RULES, sharding=sharding) if has_critic else None,
         keeps_proximal=True,
     )
 
