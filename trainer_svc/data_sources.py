@@ -6,13 +6,12 @@ A source gives records, each checked for its form; what becomes of them (templat
 
 import bisect
 import dataclasses
-import difflib
 import importlib.util
 import itertools
 import json
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +19,7 @@ from typing import Any, Protocol
 from streamrl.digest import bytes_digest
 from trainer_svc.counting_task import CountingPrompt, held_out_prompts, train_prompts
 from trainer_svc.json_lines import JsonLines, parse_row
+from trainer_svc.nearest_name import nearest
 
 logger = logging.getLogger(__name__)
 
@@ -187,12 +187,6 @@ class Joined:
             if start < end and first < stop:
                 records += source.read(max(start, first) - first, min(stop, end) - first)
         return records
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """ " (did you mean X?)" where a known name is near, else nothing."""
-    near = difflib.get_close_matches(name, list(names), n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
 
 
 class _CountingSource:

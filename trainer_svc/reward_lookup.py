@@ -3,17 +3,17 @@
 Finding a user's function runs the user's code: only the processes of trainer_svc/reward_worker.py do it.
 """
 
-import difflib
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainer_svc import reward_functions
+from trainer_svc.nearest_name import nearest
 from trainer_svc.reward_input import ARGUMENTS
 
 
@@ -68,7 +68,7 @@ def find(name: str) -> Callable[..., Any]:
     if function is None or not callable(function):
         there = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
         raise ValueError(
-            f"reward.functions: {module_name} has no function {function_name}{_nearest(function_name, there)} "
+            f"reward.functions: {module_name} has no function {function_name}{nearest(function_name, there)} "
             f"(it has {', '.join(sorted(there)) or 'none'})"
         )
     _check_signature(name, function)
@@ -84,7 +84,7 @@ def module_and_function(name: str) -> tuple[str, str]:
     module, colon, function = name.partition(":")
     if not colon or not module or not function:
         raise ValueError(
-            f"reward.functions: there is no reward named {name!r}{_nearest(name, list(NAMED))}; expected one of "
+            f"reward.functions: there is no reward named {name!r}{nearest(name, list(NAMED))}; expected one of "
             f"{', '.join(NAMED)}, your own as module:function, or the address of a reward model as http://…"
         )
     return module, function
@@ -124,11 +124,6 @@ def _check_signature(name: str, function: Callable[..., Any]) -> None:
             raise ValueError(f"reward.functions: {name} takes {parameter.name!r} by position only, expected by name")
         if parameter.name not in ARGUMENTS and parameter.default is parameter.empty:
             raise ValueError(
-                f"reward.functions: {name} asks for {parameter.name!r}{_nearest(parameter.name, ARGUMENTS)}; a reward "
+                f"reward.functions: {name} asks for {parameter.name!r}{nearest(parameter.name, ARGUMENTS)}; a reward "
                 f"may take {', '.join(ARGUMENTS)}, any of them by name"
             )
-
-
-def _nearest(name: str, names: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
