@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from streamrl.json_object import read_object
 from streamrl.lifetime import ProcessIdentity
-from streamrl.whole_file import replace_file
+from streamrl.whole_file import create_file, replace_file
 
 LATEST = "latest"
 """Link, beside the runs' folders, to the newest."""
@@ -152,12 +152,10 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             try:
                 # The one step that two commands cannot both take.
-                file = self.record.open("x")
+                create_file(self.record, record.model_dump_json(indent=2))
             except FileExistsError:
                 raise self._taken() from None
             try:
-                with file:
-                    file.write(record.model_dump_json(indent=2))
                 self.logs.mkdir(exist_ok=True)
                 self.begin_attempt()
                 write_private(self.settings, settings)

@@ -5,6 +5,22 @@ import os
 from pathlib import Path
 
 
+def create_file(path: Path, content: str) -> None:
+    """Writes a file that nobody has written yet: of several who try at once, one succeeds.
+
+    Raises:
+        FileExistsError: it is there already.
+        OSError: it could not be written.
+    """
+    new = path.with_name(f".{path.name}.new.{os.getpid()}")
+    try:
+        new.write_text(content)
+        # Opening it for creation instead would show an empty file to whoever reads before the content is there.
+        os.link(new, path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
 def replace_file(path: Path, content: str | bytes, *, mode: int = 0o644, flush: bool = False) -> None:
     """Writes a file anew. When that fails, the old one stands, and nothing is left beside it.
 
