@@ -8,7 +8,10 @@ from benchmarks.result import Result
 
 MODULES = {
     "peers": "benchmarks.peers.comparison",
-    **{name: f"benchmarks.{name}" for name in ("skewness", "throughput", "trainer", "weights")},
+    **{
+        name: f"benchmarks.{name}"
+        for name in ("length_ranker", "sites", "skewness", "throughput", "trainer", "weights")
+    },
 }
 
 
