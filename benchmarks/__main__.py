@@ -8,6 +8,7 @@ from benchmarks.result import Result
 
 MODULES = {
     "peers": "benchmarks.peers.comparison",
+    "replay": "benchmarks.replay.comparison",
     **{
         name: f"benchmarks.{name}"
         for name in ("length_ranker", "sites", "skewness", "throughput", "trainer", "weights")
