@@ -11,7 +11,7 @@ MODULES = {
     "replay": "benchmarks.replay.comparison",
     **{
         name: f"benchmarks.{name}"
-        for name in ("length_ranker", "sites", "skewness", "throughput", "trainer", "weights")
+        for name in ("laptop_dispatch", "length_ranker", "sites", "skewness", "throughput", "trainer", "weights")
     },
 }
 
