@@ -31,7 +31,7 @@ _SETTINGS = {
     "weights.swap": "in_flight",
     "trainer.num_iterations": str(NUM_ITERATIONS),
     "eval.every": "0",
-    # Versions are made at the end of a batch. So that instances have as much to do then as at any other time, more waits
+    # Versions are made at the end of a batch. For instances to have as much to do then as at other times, more waits
     # for them than they take at once.
     "generator.max_running": "16",
     "pipeline.max_staleness": "2",
