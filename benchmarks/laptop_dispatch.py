@@ -139,14 +139,12 @@ def _do(name: str, assignments: Mapping[str, str]) -> DispatchRun:
     folder = (_KEPT / name).absolute()
     shutil.rmtree(folder, ignore_errors=True)
     command = [sys.executable, "-m", "streamrl.command.main", "run", str(_CONFIG)]
-    tracker = {"mlflow.tracking_uri": f"sqlite:///{folder}/mlflow.db"}
-    for setting, value in {**assignments, **tracker, "run.dir": str(folder), "run.id": "laptop"}.items():
+    for setting, value in {**assignments, "run.dir": str(folder), "run.id": "laptop"}.items():
         command += ["--set", f"{setting}={value}"]
-    folder.mkdir(parents=True)
     # Tied to this process: who interrupts the one ends the other.
-    exit_code = spawn(command).wait()
+    exit_code = spawn(command, log=folder / "progress.log").wait()
     if exit_code != 0:
-        raise StreamRLError(f"{name}: the command ended with exit code {exit_code}; its folder: {folder}")
+        raise StreamRLError(f"{name}: the command ended with exit code {exit_code}; see {folder}/progress.log")
     summary = json.loads((folder / "laptop" / "summary.json").read_text())
     figures = logged_figures(summary["mlflow"]["tracking_uri"], summary["mlflow"]["run_id"], _FIGURES)
     generation_s, wait_s, iteration_s, length_mean = (
