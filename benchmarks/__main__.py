@@ -8,9 +8,10 @@ from benchmarks.result import Result
 
 MODULES = {
     "peers": "benchmarks.peers.comparison",
+    "replay": "benchmarks.replay.comparison",
     **{
         name: f"benchmarks.{name}"
-        for name in ("length_ranker", "sites", "skewness", "throughput", "trainer", "weights")
+        for name in ("laptop_dispatch", "length_ranker", "sites", "skewness", "throughput", "trainer", "weights")
     },
 }
 
