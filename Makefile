@@ -75,6 +75,9 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks throughput --json
 	$(BIN)/python -m benchmarks peers --json
 	$(BIN)/python -m benchmarks skewness --json
+	$(BIN)/python -m benchmarks replay --json
+	$(BIN)/python -m benchmarks laptop_dispatch --json
+	$(BIN)/python -m benchmarks length_ranker --json
 	$(BIN)/python -m benchmarks weights --json
 	$(BIN)/python -m benchmarks sites --json
 

@@ -8,7 +8,11 @@ from benchmarks.result import Result
 
 MODULES = {
     "peers": "benchmarks.peers.comparison",
-    **{name: f"benchmarks.{name}" for name in ("skewness", "throughput", "trainer", "weights")},
+    "replay": "benchmarks.replay.comparison",
+    **{
+        name: f"benchmarks.{name}"
+        for name in ("laptop_dispatch", "length_ranker", "sites", "skewness", "throughput", "trainer", "weights")
+    },
 }
 
 

@@ -27,7 +27,15 @@ PAYLOAD_TOLERANCE = 0.02
 WAIT_ALLOWANCE_S = 0.15
 """At a switch a sequence may wait so long, beside the load and the recomputation of caches."""
 _RUN_TIMEOUT_S = 600.0
-_SETTINGS = {"weights.swap": "in_flight", "trainer.num_iterations": str(NUM_ITERATIONS), "eval.every": "0"}
+_SETTINGS = {
+    "weights.swap": "in_flight",
+    "trainer.num_iterations": str(NUM_ITERATIONS),
+    "eval.every": "0",
+    # Versions are made at the end of a batch. For instances to have as much to do then as at other times, more waits
+    # for them than they take at once.
+    "generator.max_running": "16",
+    "pipeline.max_staleness": "2",
+}
 
 
 def measure() -> Result:
@@ -49,6 +57,7 @@ def measure() -> Result:
         "fake_engines": NUM_FAKE,
         "bytes_per_s": LINE_BYTES_PER_S,
         "round_trip_s": LINE_ROUND_TRIP_S,
+        "settings": _SETTINGS,
     }
     return Result("sites", settings, [*_line_cells(runs["line"]), *_pace_cells(**runs), *_wait_cells(runs["line"])])
 
@@ -82,7 +91,7 @@ def _run(*, over_line: bool) -> _Outcome:
             line = stack.enter_context(SlowLine(bytes_per_s=LINE_BYTES_PER_S, round_trip_s=LINE_ROUND_TRIP_S))
         run = stack.enter_context(SitesRun(folder, line, _SETTINGS, num_real=NUM_REAL, num_fake=NUM_FAKE))
         summary = run.finish(_RUN_TIMEOUT_S)
-        rollouts, crossings = run.rollouts(), run.crossings()
+        rollouts, crossings, pauses = run.rollouts(), run.crossings(), run.pauses()
         # The first version is fetched before anything is generated, and behind the last one nothing is.
         crossing = [(one.started_s, one.finished_s) for one in crossings[1:-1]]
         return _Outcome(
@@ -91,8 +100,8 @@ def _run(*, over_line: bool) -> _Outcome:
             run.waits(),
             0 if line is None else line.to_far.num_bytes,
             run.traffic().bytes_full,
-            tokens_per_s(rollouts, crossing),
-            tokens_per_s(rollouts, list(between(crossing))),
+            tokens_per_s(rollouts, pauses, crossing),
+            tokens_per_s(rollouts, pauses, list(between(crossing))),
         )
 
 

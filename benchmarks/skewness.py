@@ -92,7 +92,7 @@ class Setup:
 
 
 def measure() -> Result:
-    """All cells; half an hour of one core."""
+    """All cells; a quarter of an hour of one core."""
     played = {}
     for setup in setups():
         started = time.process_time()

@@ -38,7 +38,7 @@ def preload(settings: GeneratorSettings, instance: str) -> None:
     if settings.generator.engine == "vllm":
         from generator_svc.vllm_settings import prepare_environment
 
-        prepare_environment(_vllm_settings(settings, instance, settings.generator.max_model_len, has_gpu=False))
+        prepare_environment(vllm_settings(settings, instance, settings.generator.max_model_len, has_gpu=False))
         importlib.import_module("vllm.v1.engine.async_llm")
 
 
@@ -59,10 +59,11 @@ def make_engine(settings: GeneratorSettings, instance: str, limits: ModelLimits,
     from generator_svc.vllm_engine import VllmEngine
 
     has_gpu = torch.cuda.is_available()
-    return VllmEngine(_vllm_settings(settings, instance, limits.max_model_len, has_gpu=has_gpu), source)
+    return VllmEngine(vllm_settings(settings, instance, limits.max_model_len, has_gpu=has_gpu), source)
 
 
-def _vllm_settings(settings: GeneratorSettings, instance: str, max_model_len: int, *, has_gpu: bool) -> "VllmSettings":
+def vllm_settings(settings: GeneratorSettings, instance: str, max_model_len: int, *, has_gpu: bool) -> "VllmSettings":
+    """What an instance's vLLM is told."""
     from generator_svc.vllm_settings import VllmSettings
 
     generator = settings.generator

@@ -109,11 +109,12 @@ class VllmEngine:
         )
         self._llm_or_none = AsyncLLM.from_engine_args(arguments, stat_loggers=[StepRecorder])
 
-    async def generate(self, request: GenerationRequest) -> GenerationResult:
+    def sampling(self, request: GenerationRequest) -> "SamplingParams":
+        """How vLLM is to draw an answer."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        sampling = SamplingParams(
+        return SamplingParams(
             temperature=request.temperature,
             max_tokens=request.max_tokens - len(request.prefix_token_ids),
             stop_token_ids=request.stop_token_ids,
@@ -123,6 +124,9 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        sampling = self.sampling(request)
         # To vLLM the tokens that are there are part of the prompt.
         prompt_token_ids = request.prompt_token_ids + request.prefix_token_ids
         try:

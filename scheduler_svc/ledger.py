@@ -1,15 +1,15 @@
-"""Everything the scheduler knows and decides. No Kafka, gRPC or clock: events go in with the time, and `advance` says
-what to write.
+"""Everything the scheduler knows and decides. No Kafka, gRPC or clock: events go in with the time, and what
+`carry_out` returns is to be written.
 
 The samples are in scheduler_svc/samples.py, the instances in scheduler_svc/registry.py, plans in
 scheduler_svc/dispatcher.py; here is what brings them together: who may call, when dispatch may begin, who loses what.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from scheduler_svc.balance import unstarted_to_move
-from scheduler_svc.dispatcher import Dispatcher, Outgoing
+from scheduler_svc.dispatcher import Dispatcher, Draft, Outgoing, Placing
 from scheduler_svc.lengths import LengthEstimates
 from scheduler_svc.picture import Picture, Wish
 from scheduler_svc.registry import Life, Move, Registry
@@ -319,29 +319,48 @@ class Ledger:
 
     # Decisions.
 
-    def advance(self, now: float) -> list[Outgoing]:
-        """Ends lives whose time is over, admits what may start and plans what waits.
+    def advance(self, now: float) -> None:
+        """Ends lives whose time is over, and admits what may start."""
+        for life in self.registry.expired(now):
+            self._end(life, "was given up" if life.stopped_at is None else "stopped")
+        self._open_fleet(sum(life.takes_work(now) for life in self.registry.lives()), now)
+        if self._takers(now):
+            if self.samples.lengths.take_refresh():
+                self.samples.look_again()
+            self.samples.admit(self.newest_weight_version, now)
+
+    def draft(self, now: float) -> Draft | None:
+        """Begins to dispatch what waits of one batch, that which starts first; one at a time, so that each is planned
+        with what the others gave to whom.
+
+        Returns:
+            None: nothing waits, or nobody may have it yet.
+        """
+        lives = self._takers(now)
+        ready = self.samples.take_ready() if lives else None
+        return None if ready is None else self._dispatcher.draft(*ready, lives)
+
+    def carry_out(self, draft: Draft, placings: Sequence[Placing], now: float) -> list[Outgoing]:
+        """Assigns a part of what a draft has planned, as far as it still holds; the rest waits again.
 
         Returns:
             What to write, in this order.
         """
-        for life in self.registry.expired(now):
-            self._end(life, "was given up" if life.stopped_at is None else "stopped")
-        lives = [life for life in self.registry.lives() if life.takes_work(now)]
-        self._open_fleet(len(lives), now)
-        if not (lives and self.fleet_open and self.reported and now >= self.old_leases_end_at):
-            return []
-        if self.samples.lengths.take_refresh():
-            self.samples.look_again()
-        self.samples.admit(self.newest_weight_version, now)
-        outgoing: list[Outgoing] = []
-        for batch, groups in self.samples.take_ready():
-            outgoing += self._dispatcher.dispatch(batch, groups, lives)
+        return self._dispatcher.carry_out(draft.batch, placings, now)
+
+    def balance(self, now: float) -> None:
+        """Asks for samples that wait for a place while others have places. For when nothing is to be dispatched: that
+        takes places too."""
         if self.settings.scheduler.moves != "none":
-            lives_by_name = {life.name: life for life in lives}
-            for name, keys in unstarted_to_move(lives).items():
+            lives_by_name = {life.name: life for life in self._takers(now)}
+            for name, keys in unstarted_to_move(list(lives_by_name.values())).items():
                 lives_by_name[name].ask_for(keys, Move())
-        return outgoing
+
+    def _takers(self, now: float) -> list[Life]:
+        """Whom work may be given to."""
+        if not (self.fleet_open and self.reported and now >= self.old_leases_end_at):
+            return []
+        return [life for life in self.registry.lives() if life.takes_work(now)]
 
     def next_deadline(self, now: float) -> float | None:
         """When, after `now`, `advance` is due though nothing happens; None: never."""

@@ -75,6 +75,7 @@ async def serve(settings: SchedulerSettings, instance: str, stop: asyncio.Event)
             stop.wait(),
             broken,
             loop.run(after_round),
+            loop.dispatch(after_round),
             loop.watch_progress(),
             *([ranker.run()] if lengths.uses_ranker else []),
             watch_versions(settings.rpc, settings.run.id, instance, loop.take_version),

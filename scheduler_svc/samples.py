@@ -2,6 +2,7 @@
 
 What holds whatever happens:
 * A sample has one owner at most, and leaves it only by `_take_from_owner`.
+* One that waits for an instance waits in one place: with those that are ready, or in the draft that took it from them.
 * It ends accepted, dropped, or abandoned after `max_dispatches`, and stays wanted until then.
 * Whatever is said twice changes nothing.
 
@@ -11,6 +12,7 @@ scheduler_svc/dispatcher.py.
 
 import heapq
 import logging
+from collections.abc import Iterable, Sequence
 
 from scheduler_svc.admission import batch_order
 from scheduler_svc.batches import Batch, Group, Sample, SampleState, batch_key, check_prompt
@@ -194,7 +196,7 @@ class SampleBook:
             self._abandon(batch, sample, f"dispatched {sample.dispatch} times, the last time {reason}")
         else:
             batch.move(sample, SampleState.UNASSIGNED)
-            self._ready.setdefault(batch.key, {}).setdefault(sample.key.group, []).append(sample)
+            self.wait_again([sample])
 
     def give_up(self, key: SampleKey, reason: str) -> None:
         """Abandons an assigned sample, whatever number of dispatches it had."""
@@ -257,20 +259,25 @@ class SampleBook:
             batch.unplanned.clear()
             batch.admitted = True
 
-    def take_ready(self) -> list[tuple[Batch, dict[int, list[Sample]]]]:
-        """The samples that wait for an instance, by batch in the order in which they start, and by group. The caller
-        assigns them all."""
-        ready, self._ready = self._ready, {}
-        taken = []
-        for key in sorted(ready, key=lambda key: batch_order(key, self._max_staleness)):
-            groups = {}
-            for index, samples in ready[key].items():
-                # Outcomes may have come while they waited.
-                if waiting := [sample for sample in samples if sample.state is SampleState.UNASSIGNED]:
-                    groups[index] = sorted(waiting, key=lambda sample: sample.key)
-            if groups:
-                taken.append((self.batches[key], groups))
-        return taken
+    def take_ready(self) -> tuple[Batch, dict[int, list[Sample]]] | None:
+        """The samples that wait for an instance, by group, of the batch that starts first; None: none do. The caller
+        assigns them or has them `wait_again`; some may have been resolved meanwhile."""
+        if not self._ready:
+            return None
+        key = min(self._ready, key=lambda key: batch_order(key, self._max_staleness))
+        return self.batches[key], self._ready.pop(key)
+
+    def still_waiting(self, batch: Batch, group: int, indices: Sequence[int]) -> list[Sample]:
+        """Those of some samples of a group that still have to be given to an instance."""
+        if self.batches.get(batch.key) is not batch:
+            return []
+        samples = batch.groups[group].samples
+        return [samples[index] for index in indices if samples[index].state is SampleState.UNASSIGNED]
+
+    def wait_again(self, samples: Iterable[Sample]) -> None:
+        """Puts back what was taken with `take_ready` and is `still_waiting`."""
+        for sample in samples:
+            self._ready.setdefault(sample.key.batch_key, {}).setdefault(sample.key.group, []).append(sample)
 
 
 def _is_of_present_dispatch(outcome: SampleOutcome, sample: Sample, owner: Life) -> bool:

@@ -1,18 +1,20 @@
-"""The loop that owns the ledger: take what came, decide, write, tell.
+"""The loop that owns the ledger: take what came, decide, tell; beside it, dispatch and watch.
 
 Everything that touches the ledger runs on one event loop. Calls of the control servicer change it and `wake` the loop,
-records come from a thread by `take_records`; in between it sleeps until the next deadline.
+records come from a thread by `take_records`; in between it sleeps until the next deadline. What takes long, plans and
+looks at the fleet, is done in threads, on copies; what is much, records and assignments, in parts.
 """
 
 import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from google.protobuf.message import DecodeError
 
-from scheduler_svc.dispatcher import Outgoing
+from scheduler_svc.dispatcher import Draft, Outgoing
 from scheduler_svc.ledger import Ledger
 from streamrl.errors import RecordError
 from streamrl.kafka.dead_letters import DeadLetters
@@ -24,6 +26,8 @@ from streamrl.v1.weights_pb2 import WatchResponse
 
 logger = logging.getLogger(__name__)
 
+_PART = 500
+"""Records of prompts that are taken at once: about 10 ms."""
 _LOOKING_SHARE = 4.0
 """Looking at the fleet takes one part of the time, and so many go by without."""
 
@@ -38,8 +42,9 @@ class ScheduleLoop:
         self._dead_letters = DeadLetters(
             producer, topics.dead_letters, service="scheduler_svc", attempt=ledger.settings.run.attempt
         )
-        self._inbox: list[Record] = []
+        self._inbox: deque[Record] = deque()
         self._woken = asyncio.Event()
+        self._decided = asyncio.Event()
         self._refused_before = 0
 
     def wake(self) -> None:
@@ -74,8 +79,32 @@ class ScheduleLoop:
         while True:
             await self._until_due()
             self._read()
-            self._write(self._ledger.advance(time.monotonic()))
+            self._ledger.advance(time.monotonic())
             tell()
+            self._decided.set()
+
+    async def dispatch(self, tell: Callable[[], None]) -> None:
+        """Gives to instances what waits after each round of `run`. It goes on until it is cancelled. Arguments and
+        errors are those of `run`."""
+        while True:
+            await self._decided.wait()
+            self._decided.clear()
+            while (draft := self._ledger.draft(time.monotonic())) is not None:
+                await self._carry_out(draft)
+            self._ledger.balance(time.monotonic())
+            tell()
+
+    async def _carry_out(self, draft: Draft) -> None:
+        for _ in draft.parts():
+            await asyncio.sleep(0)
+        num_samples = num_assignments = 0
+        for placings in await asyncio.to_thread(draft.plan):
+            outgoing = self._ledger.carry_out(draft, placings, time.monotonic())
+            self._write(outgoing)
+            num_samples += sum(len(record.assignment.draws) for record in outgoing)
+            num_assignments += len(outgoing)
+            await asyncio.sleep(0)
+        logger.info("%s: %d samples are dispatched in %d assignments", draft.batch.key, num_samples, num_assignments)
 
     async def watch_progress(self) -> None:
         """Looks again and again at what should move from one instance to another, and has it asked for. It never
@@ -95,6 +124,10 @@ class ScheduleLoop:
             await asyncio.sleep(max(interval_s, _LOOKING_SHARE * (time.monotonic() - started)))
 
     async def _until_due(self) -> None:
+        if self._inbox:
+            # More has come than is taken at once.
+            await asyncio.sleep(0)
+            return
         now = time.monotonic()
         deadline = self._ledger.next_deadline(now)
         timeout_s = None if deadline is None else max(0.0, deadline - now)
@@ -103,8 +136,8 @@ class ScheduleLoop:
         self._woken.clear()
 
     def _read(self) -> None:
-        records, self._inbox = self._inbox, []
-        for record in records:
+        for _ in range(min(len(self._inbox), _PART)):
+            record = self._inbox.popleft()
             try:
                 self._ledger.take_record(_parse(record))
             except RecordError as error:
@@ -122,9 +155,6 @@ class ScheduleLoop:
                 )
             except RecordError as error:
                 self._ledger.undeliverable(assignment, str(error))
-        if outgoing:
-            num_samples = sum(len(record.assignment.draws) for record in outgoing)
-            logger.info("%d samples are dispatched in %d assignments", num_samples, len(outgoing))
 
     def _bury(self, record: Record, reason: str) -> None:
         self._ledger.dead_letters += 1

@@ -320,7 +320,8 @@ class Acceptance:
             truncated=rollout.finish_reason == FINISH_REASON_LENGTH,
             staleness=age,
             instance=rollout.instance,
-            generation_s=max(0.0, rollout.timings.finished_s - rollout.timings.started_s),
+            started_s=rollout.timings.started_s,
+            finished_s=rollout.timings.finished_s,
         )
         batch.unscored[key] = (answer, is_earlier)
         unscored = Unscored(key, batch.prompts[key.group], answer.token_ids, answer.truncated)

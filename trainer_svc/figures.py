@@ -94,6 +94,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("time/train_s", "s", "of it, forward and backward passes and the step"),
     Figure("time/snapshot_s", "s", "of it, copying the weights out"),
     Figure("time/generation_mean_s", "s", "mean time from an answer's first step to its last"),
+    Figure("time/generation_s", "s", "from the first step of the batch's first answer to the last step of its last"),
     Figure("weights/publish_s", "s", "from the snapshot to the announcement, in the background"),
     Figure("weights/fetch_s", "s", "mean over instances of their last fetch of a version"),
     Figure("weights/switch_s", "s", "mean over instances of their last switch, from pause to resume"),
@@ -157,6 +158,7 @@ def batch_figures(batch: "BatchIntake") -> dict[str, float]:
         "staleness/mean": mean(ages),
         "staleness/max": float(max(ages)),
         "time/generation_mean_s": mean(answer.generation_s for answer in answers),
+        "time/generation_s": max(one.finished_s for one in answers) - min(one.started_s for one in answers),
     }
 
 

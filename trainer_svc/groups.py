@@ -55,8 +55,14 @@ class Answer:
     truncated: bool
     staleness: int
     instance: str
-    generation_s: float
-    """From its first token's step to its last, by the instance's clock."""
+    started_s: float
+    """Unix time of its first token's step, by the clock of the instance that sent it."""
+    finished_s: float
+    """Of its last token's."""
+
+    @property
+    def generation_s(self) -> float:
+        return max(0.0, self.finished_s - self.started_s)
 
 
 @dataclass(frozen=True, slots=True)

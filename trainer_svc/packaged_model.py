@@ -7,11 +7,18 @@ layout; training and engines know nothing of its origin.
 import importlib.util
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from streamrl.digest import new_digest
 from trainer_svc.model_cache import made_once
 
+if TYPE_CHECKING:
+    from torch import nn
+
 logger = logging.getLogger(__name__)
+
+_FORM = 2
+"""Raised with every change of what is unpacked: an older cache is not used."""
 
 
 def find_packaged_model(name: str) -> Path:
@@ -50,11 +57,10 @@ def packaged_model_place(name: str, cache_folder: Path) -> Path:
     """
     digest = new_digest()
     digest.update_mmap(find_packaged_model(name))
-    return cache_folder / "models" / f"{name}-{digest.hexdigest()[:16]}"
+    return cache_folder / "models" / f"{name}-v{_FORM}-{digest.hexdigest()[:16]}"
 
 
 def _unpack(file: Path, folder: Path) -> None:
-    from safetensors.torch import save_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     logger.info("unpacking %s", file)
@@ -66,5 +72,16 @@ def _unpack(file: Path, folder: Path) -> None:
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    save_tensors(model, folder / "model.safetensors")
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+
+
+def save_tensors(model: "nn.Module", file: Path) -> None:
+    """Writes a model's tensors, tied ones once and under the embedding's name: vLLM's own loader looks for that alone,
+    and a head without it makes it a model of zeros."""
+    from safetensors.torch import save_file
+
+    from trainer_svc.adapters import published_tensors
+
+    tensors = {published.name: published.base.detach().contiguous() for published in published_tensors(model)}
+    save_file(tensors, file, metadata={"format": "pt"})

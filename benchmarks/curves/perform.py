@@ -50,7 +50,7 @@ def perform(planned: PlannedRun, runs: Path) -> KeptRun:
     settings = settings_of(planned)
     summary = _run(planned, folder)
     tracker = summary.pop("mlflow")
-    figures = _figures(tracker["tracking_uri"], tracker["run_id"])
+    figures = logged_figures(tracker["tracking_uri"], tracker["run_id"], FIGURES)
     _check(planned, summary, figures, settings)
     shutil.rmtree(folder)
     return KeptRun(
@@ -77,7 +77,8 @@ def _run(planned: PlannedRun, folder: Path) -> dict[str, Any]:
     return summary
 
 
-def _figures(tracking_uri: str, run_id: str) -> dict[str, Series]:
+def logged_figures(tracking_uri: str, run_id: str, names: Sequence[str]) -> dict[str, Series]:
+    """What a run has logged to MLflow of some figures; those that it has not are left out."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     from mlflow import MlflowClient
 
@@ -85,7 +86,7 @@ def _figures(tracking_uri: str, run_id: str) -> dict[str, Series]:
     logged = client.get_run(run_id).data.metrics
     return {
         name: _series([(metric.step, metric.value) for metric in client.get_metric_history(run_id, name)])
-        for name in FIGURES
+        for name in names
         if name in logged
     }
 

@@ -6,6 +6,7 @@ network namespace, or beside them on loopback where there is no line.
 """
 
 import json
+import math
 import re
 import signal
 import subprocess
@@ -40,10 +41,15 @@ _CAME = re.compile(
     r"(?P<bytes>\d+) bytes for (?P<full>\d+) in (?P<took>[\d.]+) s",
     re.MULTILINE,
 )
+_LOADED = re.compile(r"^(?P<time>\S+Z) .* loaded: fetched in [\d.]+ s, switched in (?P<took>[\d.]+) s", re.MULTILINE)
 _WAITED = re.compile(
     r"(?P<num>\d+) running sequences waited (?P<wait>[\d.]+) s at most: a pause of (?P<pause>[\d.]+) s, and "
     r"(?P<recompute>[\d.]+) s until"
 )
+
+
+Interval = tuple[float, float]
+"""Its start and its end in Unix time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +154,10 @@ class SitesRun:
         """Of the sequences that were running at a switch, in the real engines."""
         return [wait for name in self._processes for wait in waits_of(self._log(name))]
 
+    def pauses(self) -> dict[str, list[Interval]]:
+        """Of each instance, in order."""
+        return {name: pauses_of(self._log(name)) for name in self._processes if name.startswith("generator-")}
+
     def rollouts(self) -> list[Rollout]:
         """All that were written."""
         section = KafkaSection(bootstrap_servers=self._broker.address)
@@ -206,6 +216,14 @@ def crossings_of(relay_log: str) -> list[Crossing]:
     ]
 
 
+def pauses_of(generator_log: str) -> list[Interval]:
+    """When an instance drew nothing because it loaded a version."""
+    return [
+        (_unix_time(loaded["time"]) - float(loaded["took"]), _unix_time(loaded["time"]))
+        for loaded in _LOADED.finditer(generator_log)
+    ]
+
+
 def waits_of(generator_log: str) -> list[Wait]:
     """What an instance says of the pauses under running sequences."""
     return [
@@ -214,30 +232,42 @@ def waits_of(generator_log: str) -> list[Wait]:
     ]
 
 
-def tokens_per_s(rollouts: Sequence[Rollout], intervals: Sequence[tuple[float, float]]) -> float:
-    """Tokens a second inside of disjoint intervals of Unix time, each rollout's tokens spread evenly over its time."""
+def tokens_per_s(
+    rollouts: Sequence[Rollout], pauses: Mapping[str, Sequence[Interval]], intervals: Sequence[Interval]
+) -> float:
+    """Tokens a second inside of disjoint intervals, each rollout's tokens spread evenly over the time in which its
+    instance did not pause.
+
+    Args:
+        pauses: by instance, disjoint and in order.
+    """
     seconds = sum(end_s - start_s for start_s, end_s in intervals)
-    tokens = sum(
-        len(rollout.token_ids) * _overlap_s(rollout, intervals) / max(_duration_s(rollout), 1e-6)
-        for rollout in rollouts
-    )
+    tokens = 0.0
+    for rollout in rollouts:
+        at_work = _at_work(rollout, pauses[rollout.instance])
+        tokens += len(rollout.token_ids) * _overlap_s(at_work, intervals) / max(_overlap_s(at_work, at_work), 1e-6)
     return tokens / seconds
 
 
-def between(intervals: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+def between(intervals: Sequence[Interval]) -> Iterator[Interval]:
     """The gaps of disjoint intervals, which come in order."""
     for (_, end_s), (start_s, _) in pairwise(intervals):
         if start_s > end_s:
             yield end_s, start_s
 
 
-def _duration_s(rollout: Rollout) -> float:
-    return rollout.timings.finished_s - rollout.timings.started_s
-
-
-def _overlap_s(rollout: Rollout, intervals: Sequence[tuple[float, float]]) -> float:
+def _at_work(rollout: Rollout, pauses: Sequence[Interval]) -> list[Interval]:
+    """From its first token to its last, without its instance's pauses."""
     first_s, last_s = rollout.timings.started_s, rollout.timings.finished_s
-    return sum(max(0.0, min(last_s, end_s) - max(first_s, start_s)) for start_s, end_s in intervals)
+    ends = [(-math.inf, first_s), *pauses, (last_s, math.inf)]
+    gaps = ((max(before[1], first_s), min(after[0], last_s)) for before, after in pairwise(ends))
+    return [(start_s, end_s) for start_s, end_s in gaps if start_s < end_s]
+
+
+def _overlap_s(some: Sequence[Interval], others: Sequence[Interval]) -> float:
+    return sum(
+        max(0.0, min(some_s[1], others_s[1]) - max(some_s[0], others_s[0])) for some_s in some for others_s in others
+    )
 
 
 def _unix_time(text: str) -> float:

@@ -19,6 +19,7 @@ from streamrl.v1.scheduler_pb2 import (
     ReportBatchRequest,
     SampleOutcome,
 )
+from tests.scheduler_svc.dispatching import decide
 
 
 class Instance:
@@ -86,7 +87,7 @@ class World:
 
     def advance(self) -> None:
         by_incarnation = {instance.incarnation: instance for instance in self.instances}
-        for outgoing in self.ledger.advance(1.0):
+        for outgoing in decide(self.ledger, 1.0):
             by_incarnation[outgoing.assignment.incarnation].take(outgoing.assignment)
 
     def finish(self, instance: Instance, which: int) -> None:

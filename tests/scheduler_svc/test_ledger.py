@@ -32,6 +32,7 @@ from streamrl.v1.scheduler_pb2 import (
     ReportBatchResponse,
     SampleOutcome,
 )
+from tests.scheduler_svc.dispatching import decide
 
 LEASE_S = 10.0
 FIRST_INCARNATION = 1000
@@ -123,7 +124,7 @@ class Scene:
 
     def advance(self, seconds: float = 0.0) -> list[Assignment]:
         self.now += seconds
-        return [outgoing.assignment for outgoing in self.ledger.advance(self.now)]
+        return [outgoing.assignment for outgoing in decide(self.ledger, self.now)]
 
     def ready(self, *names: str) -> "Scene":
         """The trainer has reported, version 0 is there, and these instances have registered."""
@@ -187,7 +188,7 @@ def test_groups_are_kept_together_when_there_are_enough_of_them() -> None:
 def test_instances_get_their_own_partition_and_equal_shares() -> None:
     scene = Scene(num_instances=2).ready("a", "b")
     scene.batch(0, num_groups=16, num_samples=4)
-    outgoing = scene.ledger.advance(0.0)
+    outgoing = decide(scene.ledger, 0.0)
     assert sorted(record.partition for record in outgoing) == [0] * 8 + [1] * 8
 
 

@@ -2,8 +2,8 @@
 
 The model's instances keep their side of the lease: each counts from the last answer that it heard, and stops by itself.
 Answers may be late by nearly a lease, requests and answers may be lost, processes die, drain, come back, and the
-scheduler itself may be restarted. At the end of each run the model plays on without faults, and everything must come to
-its end.
+scheduler itself may be restarted. Plans are carried out in parts, and late: anything may happen meanwhile.
+At the end of each run the model plays on without faults, and everything must come to its end.
 """
 
 import random
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from scheduler_svc.batches import SampleState
+from scheduler_svc.dispatcher import Draft, Placing
 from scheduler_svc.ledger import Ledger
 from scheduler_svc.picture import Wish
 from scheduler_svc.settings import SchedulerSection, SchedulerSettings
@@ -98,7 +99,7 @@ def _longer(draw: SampleDraw) -> AnswerPrefix:
 class Fleet:
     """The world around a ledger. Its methods are what may happen."""
 
-    def __init__(self, policy: str) -> None:
+    def __init__(self, policy: str, chance: random.Random) -> None:
         self.settings = SchedulerSettings(
             run=RunSection(id="run"),
             pipeline=PipelineSection(mode="async", max_staleness=MAX_STALENESS),
@@ -107,6 +108,7 @@ class Fleet:
                 lease_s=LEASE_S, fleet_wait_s=20, max_dispatches=2, max_instances=3, dispatch=policy
             ),
         )
+        self.chance = chance
         self.now = 0.0
         self.lives = 1
         self.ledger = Ledger(self.settings, incarnation=1000, started_at=0.0)
@@ -114,6 +116,10 @@ class Fleet:
         self.partitions: list[list[Assignment]] = [[], [], []]
         self.instances = {name: Instance(name) for name in NAMES}
         self.on_their_way: list[Rollout] = []
+        self.draft: Draft | None = None
+        self.planned: list[Placing] = []
+        """What of the draft is not carried out yet."""
+        self.late_dispatches = True
         # The trainer.
         self.version = -1
         self.next_batch = 0
@@ -392,6 +398,7 @@ class Fleet:
         """A new process reads the topic from the beginning; streams to the old one have broken."""
         self.lives += 1
         self.ledger = Ledger(self.settings, incarnation=1000 * self.lives, started_at=self.now)
+        self.draft, self.planned = None, []
         if self.version >= 0:
             self.ledger.announce(self.version, 1)
         for record in self.log:
@@ -400,16 +407,32 @@ class Fleet:
             instance.answers.clear()
 
     def _advance(self) -> None:
-        for outgoing in self.ledger.advance(self.now):
-            self._check_version(outgoing.assignment)
-            assert not self.told.intersection(_samples(outgoing.assignment))
-            self.partitions[outgoing.partition].append(outgoing.assignment)
+        self.ledger.advance(self.now)
+        while not (self.late_dispatches and self.chance.random() < 0.3):
+            if not self.planned:
+                self.draft = self.ledger.draft(self.now)
+                if self.draft is None:
+                    self.ledger.balance(self.now)
+                    break
+                for _ in self.draft.parts():
+                    pass
+                self.planned = [placing for part in self.draft.plan() for placing in part]
+            else:
+                self._carry_out(self.chance.randint(1, 4))
         for life in self.ledger.take_news():
             instance = self.instances[life.name]
             if instance.incarnation == life.incarnation and (life.ended or life.heard_lately(self.now)):
                 # It cannot overtake what was said before.
                 arrives_at = max([self.now + LEASE_S / 2 - 1, *(at for at, _ in instance.answers)])
                 instance.answers.append((arrives_at, self.ledger.answer(life.name, life.incarnation)))
+
+    def _carry_out(self, num_placings: int) -> None:
+        assert self.draft is not None
+        part, self.planned = self.planned[:num_placings], self.planned[num_placings:]
+        for outgoing in self.ledger.carry_out(self.draft, part, self.now):
+            self._check_version(outgoing.assignment)
+            assert not self.told.intersection(_samples(outgoing.assignment))
+            self.partitions[outgoing.partition].append(outgoing.assignment)
 
     def _check_version(self, assignment: Assignment) -> None:
         assert assignment.min_weight_version <= self.version
@@ -453,6 +476,7 @@ class Fleet:
 
     def come_to_an_end(self) -> None:
         """Without further faults everything does."""
+        self.late_dispatches = False
         for _ in range(60):
             for name in NAMES:
                 self.instances[name].link = "well"
@@ -527,7 +551,8 @@ def _do_something(fleet: Fleet, chance: random.Random) -> None:
 @pytest.mark.parametrize("policy", ["longest_first", "round_robin", "random"])
 @pytest.mark.parametrize("seed", range(12))
 def test_nothing_is_lost_early_or_in_two_hands_whatever_happens(policy: str, seed: int) -> None:
-    fleet, chance = Fleet(policy), random.Random(seed)
+    chance = random.Random(seed)
+    fleet = Fleet(policy, chance)
     for _ in range(400):
         _do_something(fleet, chance)
         fleet.no_sample_has_two_live_owners()

@@ -38,6 +38,7 @@ from streamrl.v1.scheduler_pb2 import (
     SampleOutcome,
 )
 from streamrl.v1.weights_pb2 import VersionManifest
+from tests.scheduler_svc.dispatching import decide
 from trainer_svc.acceptance import Acceptance
 from trainer_svc.groups import AcceptanceRules
 
@@ -262,7 +263,7 @@ class World:
             self.ledger.ask_for_moves([wish], self.now)
 
     def advance(self) -> None:
-        for outgoing in self.ledger.advance(self.now):
+        for outgoing in decide(self.ledger, self.now):
             self.by_incarnation[outgoing.assignment.incarnation].to_read.append(outgoing.assignment)
 
     def read(self, instance: Instance) -> None:

@@ -20,6 +20,7 @@ from streamrl.v1.scheduler_pb2 import (
     SampleOutcome,
     StepLatency,
 )
+from tests.scheduler_svc.dispatching import decide
 
 MAX_TOKENS = 20_000
 STEPS = [StepLatency(batch_size=size, latency_s=0.008 + 0.001 * size, num_steps=100) for size in (1, 2, 4, 8)]
@@ -50,7 +51,7 @@ class Scene:
         end = BatchEnd(purpose=purpose, batch=0, num_groups=num_groups)
         self.ledger.take_record(PromptRecord(attempt=1, batch_end=end))
         self.keys = [SampleKey(purpose, 0, group, 0) for group in range(num_groups)]
-        self.ledger.advance(1.0)
+        decide(self.ledger, 1.0)
         self.register("b")
         self.beat("a", dict.fromkeys(self.keys[:8], 1000), running=8, waiting=max(0, num_groups - 8))
         self.beat("b", {})
@@ -90,7 +91,7 @@ class Scene:
             version_spans=[VersionSpan(weight_version=version, num_tokens=num_tokens)],
         )  # fmt: skip
         self.beat("a", {}, revoked=[GivenBack(id=key.to_proto(), dispatch=dispatch, prefix=prefix)])
-        return [outgoing.assignment for outgoing in self.ledger.advance(1.0)]
+        return [outgoing.assignment for outgoing in decide(self.ledger, 1.0)]
 
 
 def test_progress_travels_as_it_is() -> None:
@@ -144,10 +145,10 @@ def test_what_is_there_stays_when_the_next_owner_dies_and_goes_when_it_is_refuse
     sample = scene.ledger.samples.batches[key.batch_key].sample(key)
     assert sample is not None
     scene.register("b")
-    assert any(len(outgoing.assignment.draws[0].prefix.token_ids) == 1200 for outgoing in scene.ledger.advance(1.0))
+    assert any(len(outgoing.assignment.draws[0].prefix.token_ids) == 1200 for outgoing in decide(scene.ledger, 1.0))
     outcome = SampleOutcome(id=key.to_proto(), outcome=OUTCOME_REJECTED)
     scene.ledger.report(ReportBatchRequest(run_id="run", attempt=1, outcomes=[outcome]))
-    (outgoing,) = scene.ledger.advance(1.0)
+    (outgoing,) = decide(scene.ledger, 1.0)
     assert not outgoing.assignment.draws[0].HasField("prefix")
     outcome.outcome = OUTCOME_ACCEPTED
     scene.ledger.report(ReportBatchRequest(run_id="run", attempt=1, outcomes=[outcome]))
@@ -158,7 +159,7 @@ def test_an_assignment_that_no_record_can_carry_begins_anew() -> None:
     scene = Scene()
     (assignment,) = scene.hand_over(scene.keys[0])
     scene.ledger.undeliverable(assignment, "too large")
-    (outgoing,) = scene.ledger.advance(1.0)
+    (outgoing,) = decide(scene.ledger, 1.0)
     assert not outgoing.assignment.draws[0].HasField("prefix")
     assert outgoing.assignment.draws[0].dispatch == 3
 

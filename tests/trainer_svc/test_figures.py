@@ -24,7 +24,8 @@ def answer(group: int, sample: int, reward: float, num_tokens: int, staleness: i
         truncated=num_tokens > 3,
         staleness=staleness,
         instance="generator-0",
-        generation_s=2.0,
+        started_s=100.0 + group,
+        finished_s=102.0 + 2 * group,
     )
 
 
@@ -53,6 +54,7 @@ def test_a_batch_is_described_by_names_that_the_table_explains() -> None:
     assert (figures["length/mean"], figures["length/p50"], figures["length/max"]) == (4, 2, 10)
     assert figures["length/truncated_share"] == 0.25
     assert (figures["staleness/mean"], figures["staleness/max"]) == (0.25, 1)
+    assert (figures["time/generation_mean_s"], figures["time/generation_s"]) == (2.5, 4.0)
     assert "length/dropped_mean" not in figures
     evaluated = evaluation_figures(list(batch().answers.values()))
     assert (evaluated["eval/accuracy"], evaluated["eval/answers"]) == (0.5, 4)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from trainer_svc import tiny_model
 from trainer_svc.models import ModelFiles, check_model, resolve_model, stop_token_ids
+from trainer_svc.packaged_model import save_tensors
 from trainer_svc.tiny_model import EOS_ID
 
 _WORDS = ["<pad>", "<eos>", "<turn>", "stop", "a", "b", "ab"]
@@ -228,3 +229,15 @@ def _write_gguf(file: Path, weights: dict[str, torch.Tensor]) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def test_a_tied_embedding_is_saved_under_the_name_that_engines_look_for(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    save_tensors(model, tmp_path / "model.safetensors")
+    saved = load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in saved
+    assert torch.equal(saved["model.embed_tokens.weight"], model.lm_head.weight)

@@ -1,0 +1,197 @@
+"""The loop: what it does while a plan is made, and that what is much comes through in parts."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pytest
+
+from scheduler_svc import dispatcher
+from scheduler_svc.ledger import Ledger
+from scheduler_svc.schedule_loop import ScheduleLoop
+from scheduler_svc.settings import SchedulerSettings
+from streamrl.identity import PURPOSE_TRAIN, SampleKey
+from streamrl.kafka.reader import Record
+from streamrl.kafka.topics import Topics
+from streamrl.planning.dispatch import Piece, plan
+from streamrl.settings import RunSection, SamplingView
+from streamrl.v1.records_pb2 import Assignment, BatchEnd, Prompt, PromptRecord
+from streamrl.v1.sample_pb2 import SamplingSettings
+from streamrl.v1.scheduler_pb2 import (
+    OUTCOME_ACCEPTED,
+    DrainRequest,
+    RegisterRequest,
+    ReportBatchRequest,
+    SampleOutcome,
+)
+
+NOW = 1e9
+"""Later than the monotonic clock will be: leases do not end."""
+
+
+class KeepingProducer:
+    """Keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.assignments: list[Assignment] = []
+
+    def send(self, topic: str, value: bytes, *, partition: int) -> None:
+        self.assignments.append(Assignment.FromString(value))
+
+    def samples_at(self, incarnation: int) -> list[int]:
+        """The groups of which an instance was given something; groups have one sample."""
+        return sorted(one.group for one in self.assignments if one.incarnation == incarnation)
+
+
+class Stage:
+    """A loop with two instances and a batch of one-sample groups."""
+
+    def __init__(self, num_groups: int) -> None:
+        settings = SchedulerSettings(run=RunSection(id="run"), generator=SamplingView(num_instances=2))
+        self.ledger = Ledger(settings, incarnation=1, started_at=-1e9)
+        self.producer = KeepingProducer()
+        self.loop = ScheduleLoop(self.ledger, cast(Any, self.producer), Topics("run"))
+        self.ledger.report(ReportBatchRequest(run_id="run", attempt=1, complete=True))
+        self.ledger.announce(0, 1)
+        self.incarnations = {name: self._register(name) for name in ("a", "b")}
+        self.rounds = self.dispatches = 0
+        self._news = asyncio.Event()
+        self.keys = [SampleKey(PURPOSE_TRAIN, 0, group, 0) for group in range(num_groups)]
+
+    def _register(self, name: str) -> int:
+        request = RegisterRequest(run_id="run", attempt=1, instance=name, max_running=8)
+        return self.ledger.register(request, NOW).incarnation
+
+    def write_batch(self) -> None:
+        end = BatchEnd(purpose=PURPOSE_TRAIN, batch=0, num_groups=len(self.keys))
+        records = [*map(_prompt, self.keys), PromptRecord(attempt=1, batch_end=end)]
+        self.loop.take_records(
+            [Record("prompts", 0, offset, None, one.SerializeToString()) for offset, one in enumerate(records)]
+        )
+
+    def accept(self, key: SampleKey) -> None:
+        outcome = SampleOutcome(id=key.to_proto(), outcome=OUTCOME_ACCEPTED, num_tokens=1)
+        self.ledger.report(ReportBatchRequest(run_id="run", attempt=1, outcomes=[outcome]))
+
+    def drain(self, name: str) -> None:
+        incarnation = self.incarnations[name]
+        self.ledger.drain(DrainRequest(run_id="run", attempt=1, instance=name, incarnation=incarnation), NOW)
+
+    async def until(self, happened: Callable[[], bool]) -> None:
+        while not happened():
+            self._news.clear()
+            await self._news.wait()
+
+    async def round(self) -> None:
+        """A whole round of `run` from now on."""
+        before = self.rounds
+        self.loop.wake()
+        await self.until(lambda: self.rounds > before)
+
+    async def all_is_given_out(self) -> None:
+        """Nothing is planned or waits any more."""
+        before = self.dispatches
+        self.loop.wake()
+        await self.until(lambda: self.dispatches > before)
+
+    def play(self, scene: Coroutine[Any, Any, None]) -> None:
+        def tell_of_round() -> None:
+            self.rounds += 1
+            self._news.set()
+
+        def tell_of_dispatch() -> None:
+            self.dispatches += 1
+            self._news.set()
+
+        async def with_loop() -> None:
+            tasks = [
+                asyncio.create_task(self.loop.run(tell_of_round)),
+                asyncio.create_task(self.loop.dispatch(tell_of_dispatch)),
+            ]
+            await asyncio.wait_for(scene, 30)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        asyncio.run(with_loop())
+
+
+def _prompt(key: SampleKey) -> PromptRecord:
+    prompt = Prompt(
+        purpose=PURPOSE_TRAIN, batch=key.batch, group=key.group, num_samples=1, prompt_id=str(key.group), token_ids=[1],
+        sampling=SamplingSettings(temperature=1.0, max_tokens=100),
+    )  # fmt: skip
+    return PromptRecord(attempt=1, prompt=prompt)
+
+
+class HeldPlan:
+    """Planning that takes as long as the test wants."""
+
+    def __init__(self) -> None:
+        self.begun, self._may_end = threading.Event(), threading.Event()
+
+    def __call__(self, policy: str, pieces: list[Piece], *args: Any, **options: Any) -> dict[str, list[Piece]]:
+        self.begun.set()
+        assert self._may_end.wait(30)
+        return plan(policy, pieces, *args, **options)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._may_end.set()
+
+
+@pytest.fixture
+def held_plan(monkeypatch: pytest.MonkeyPatch) -> HeldPlan:
+    held = HeldPlan()
+    monkeypatch.setattr(dispatcher, "plan", held)
+    return held
+
+
+def test_rounds_go_on_while_a_plan_is_made_and_what_happened_meanwhile_counts(held_plan: HeldPlan) -> None:
+    stage = Stage(num_groups=32)
+
+    async def scene() -> None:
+        stage.write_batch()
+        with held_plan.held():
+            await asyncio.to_thread(held_plan.begun.wait)
+            stage.drain("a")
+            stage.accept(stage.keys[3])
+            await stage.round()
+            assert not stage.producer.assignments
+        await stage.all_is_given_out()
+
+    stage.play(scene())
+    assert stage.producer.samples_at(stage.incarnations["a"]) == []
+    assert stage.producer.samples_at(stage.incarnations["b"]) == [group for group in range(32) if group != 3]
+
+
+def test_nothing_of_a_batch_that_was_closed_while_it_was_planned_is_given_out(held_plan: HeldPlan) -> None:
+    stage = Stage(num_groups=32)
+
+    async def scene() -> None:
+        stage.write_batch()
+        with held_plan.held():
+            await asyncio.to_thread(held_plan.begun.wait)
+            stage.ledger.samples.close(stage.keys[0].batch_key)
+        await stage.all_is_given_out()
+
+    stage.play(scene())
+    assert stage.producer.assignments == []
+
+
+def test_a_batch_of_many_prompts_comes_through_whole() -> None:
+    stage = Stage(num_groups=1203)
+
+    async def scene() -> None:
+        stage.write_batch()
+        await stage.until(lambda: len(stage.producer.assignments) == 1203)
+
+    stage.play(scene())
+    shares = [stage.producer.samples_at(incarnation) for incarnation in stage.incarnations.values()]
+    assert sorted(shares[0] + shares[1]) == list(range(1203))
+    assert all(shares)
