@@ -10,6 +10,7 @@
 Which suits is told from a sample; each can hold any bytes.
 """
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import TypeAlias
 
@@ -22,11 +23,16 @@ Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 
 _ZSTD = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=10)
 """Differences hardly repeat: a small search leaves the time to the entropy coder, which does the work."""
-_NOISE_BITS = 6.5
+_NOISE_BITS = 6.0
 """From so many bits of information a byte on packing takes more time than its gain is worth."""
 _MOSTLY_ZERO = 0.85
 """From such a share of zeros on zstd is fastest by itself."""
 _ESCAPE = 15
+_MOST_SAMPLED = 2048
+_TIMES_LOG2 = np.arange(_MOST_SAMPLED + 1) * np.log2(np.maximum(np.arange(_MOST_SAMPLED + 1), 1))
+"""n log2(n) by n: looked up, since logarithms would take as long as all the rest."""
+_FEW = 0.1
+"""Up to such a share numpy looks for what is set byte by byte."""
 _MOST_ESCAPES = 1 / 16
 
 
@@ -39,16 +45,43 @@ class Form(IntEnum):
     HALVES = 3
 
 
-def form_of(sample: Bytes) -> Form:
-    """What suits a plane of which this is a part; ABSENT is not told from a part."""
-    counts = np.bincount(sample, minlength=256)
-    if counts[0] >= _MOSTLY_ZERO * len(sample):
+def forms_of(sample: Bytes) -> Sequence[Form]:
+    """What suits each plane, of which this is a part; ABSENT is not told from a part.
+
+    Args:
+        sample: [items, planes].
+    """
+    sample = sample[:_MOST_SAMPLED]
+    num_items, num_planes = sample.shape
+    marked = sample + 256 * np.arange(num_planes)
+    counts = np.bincount(marked.reshape(-1), minlength=256 * num_planes).reshape(num_planes, 256)
+    bits = np.log2(num_items) - _TIMES_LOG2[counts].sum(1) / num_items
+    zeros, escapes = counts[:, 0], counts[:, _ESCAPE:].sum(1)
+    return [_form(*shares) for shares in zip(zeros / num_items, escapes / num_items, bits, strict=True)]
+
+
+def _form(zeros: float, escapes: float, bits: float) -> Form:
+    """
+    Args:
+        zeros, escapes: shares.
+        bits: of information a byte.
+    """
+    if zeros >= _MOSTLY_ZERO:
         return Form.PACKED
-    if counts[_ESCAPE:].sum() <= _MOST_ESCAPES * len(sample):
+    if escapes <= _MOST_ESCAPES:
         return Form.HALVES
-    used = counts[counts > 0]
-    bits = np.log2(len(sample)) - float(used @ np.log2(used)) / len(sample)
     return Form.NOISE if bits >= _NOISE_BITS else Form.PACKED
+
+
+def places_of(marks: "npt.NDArray[np.bool_]") -> "npt.NDArray[np.intp]":
+    """`np.flatnonzero`, in half the time where few are set: eight at a time, then those eight."""
+    if len(marks) < 8 or np.count_nonzero(marks) > _FEW * len(marks):
+        return np.flatnonzero(marks)
+    whole = len(marks) // 8 * 8
+    eights = marks[:whole].view(np.uint64)
+    used = np.flatnonzero(eights != 0)
+    inside = np.flatnonzero(eights[used].view(np.bool_))
+    return np.concatenate(((used[inside >> 3] << 3) + (inside & 7), np.flatnonzero(marks[whole:]) + whole))
 
 
 class PlanePacker:
@@ -103,10 +136,11 @@ class PlanePacker:
 
 def _halves(plane: Bytes) -> Bytes:
     """Two to a byte, the even one in its lower half; then those that did not fit, in their order."""
-    escapes = plane[np.flatnonzero(plane >= _ESCAPE)]
-    small = np.minimum(plane, _ESCAPE)
-    if len(small) % 2:
-        small = np.append(small, np.uint8(0))
+    escapes = plane[places_of(plane >= _ESCAPE)]
+    small = np.empty(len(plane) + len(plane) % 2, np.uint8)
+    small[len(plane) :] = 0
+    # An array of equal numbers: numpy takes ten times as long for the smaller of an array and one number.
+    np.minimum(plane, np.full_like(plane, _ESCAPE), out=small[: len(plane)])
     pairs = small.view("<u2")
     return np.concatenate(((pairs | pairs >> 4).astype(np.uint8), escapes))
 
@@ -120,7 +154,7 @@ def _whole(halves: Bytes, num_bytes: int) -> Bytes:
     num_pairs = (num_bytes + 1) // 2
     pairs = halves[:num_pairs].astype("<u2")
     plane: Bytes = ((pairs | pairs << 4) & 0x0F0F).view(np.uint8)[:num_bytes]
-    places = np.flatnonzero(plane == _ESCAPE)
+    places = places_of(plane == _ESCAPE)
     if len(places) != len(halves) - num_pairs:
         raise ValueError(f"{len(halves) - num_pairs} bytes where {len(places)} were expected")
     plane[places] = halves[num_pairs:]

@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
@@ -31,7 +31,7 @@ from streamrl.whole_file import create_file, replace_file
 LATEST = "latest"
 """Link, beside the runs' folders, to the newest."""
 
-_CHECKPOINT = re.compile(r"attempt-(\d+)-iteration-\d+")
+_CHECKPOINT = re.compile(r"attempt-(\d+)-iteration-(\d+)")
 
 RunStatus = Literal["running", "completed", "stopped", "failed"]
 RunState = Literal["running", "completed", "stopped", "failed", "dead"]
@@ -98,6 +98,14 @@ class RunRecord(_Record):
     def ended(self, status: RunStatus, finished_at: str, error: dict[str, str] | None) -> "RunRecord":
         """The record of the run when nothing of it runs any more."""
         return self.model_copy(update={"status": status, "finished_at": finished_at, "error": error, "services": ()})
+
+
+class Checkpoint(NamedTuple):
+    """Where a run can be taken up; ordered as the trainer orders them."""
+
+    attempt: int
+    iteration: int
+    path: Path
 
 
 class RunFolder:
@@ -201,17 +209,22 @@ class RunFolder:
             self._attempt_on_record(),
             _number(_peek(self.settings, "run", "attempt")),
             *(_number(attempt) for attempt in _peek(self.path / "lineage.json") or {}),
-            *self._checkpointed_attempts(),
+            *(checkpoint.attempt for checkpoint in self.checkpoints()),
         )
 
     def has_checkpoint(self) -> bool:
         """Whether there is one, good or damaged, to take the run up from."""
-        return bool(self._checkpointed_attempts())
+        return bool(self.checkpoints())
 
-    def _checkpointed_attempts(self) -> list[int]:
-        checkpoints = self.path / "checkpoints"
-        names = [path.name for path in checkpoints.iterdir()] if checkpoints.is_dir() else []
-        return [int(match[1]) for name in names if (match := _CHECKPOINT.fullmatch(name))]
+    def checkpoints(self) -> list[Checkpoint]:
+        """Good or damaged, oldest first: the next attempt takes the last."""
+        folder = self.path / "checkpoints"
+        paths = list(folder.iterdir()) if folder.is_dir() else []
+        return sorted(
+            Checkpoint(int(match[1]), int(match[2]), path)
+            for path in paths
+            if (match := _CHECKPOINT.fullmatch(path.name))
+        )
 
     def _attempt_on_record(self) -> int:
         try:

@@ -90,6 +90,12 @@ def _parser() -> argparse.ArgumentParser:
     _run_argument(resume)
     _set_argument(resume, "change one key of the run's settings (repeatable)")
 
+    rollback = _command(
+        commands, "rollback", "streamrl.command.rollback:rollback", "take a run back to an earlier weight version"
+    )
+    _run_argument(rollback)
+    rollback.add_argument("--version", type=int, required=True, metavar="N", help="of a checkpoint; 0: the beginning")
+
     status = _command(commands, "status", "streamrl.command.status:status", "show what a run does, or how it ended")
     _run_argument(status)
     status.add_argument("--watch", action="store_true", help="go on showing it until the run is over")
