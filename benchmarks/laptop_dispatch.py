@@ -14,7 +14,6 @@ of an hour.
 import json
 import logging
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,10 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.curves.perform import logged_figures
+from benchmarks.curves.perform import logged_figures, run_whole
 from benchmarks.result import Cell, Result
-from streamrl.errors import StreamRLError
-from streamrl.lifetime import spawn
 from streamrl.planning.forecast import Array
 from streamrl.whole_file import replace_file
 
@@ -134,18 +131,12 @@ def _do(name: str, assignments: Mapping[str, str]) -> DispatchRun:
     """One run, as a user starts it.
 
     Raises:
-        StreamRLError: it failed; its folder stays.
+        RunFailedError: it failed; its folder stays.
     """
     folder = (_KEPT / name).absolute()
     shutil.rmtree(folder, ignore_errors=True)
-    command = [sys.executable, "-m", "streamrl.command.main", "run", str(_CONFIG)]
-    for setting, value in {**assignments, "run.dir": str(folder), "run.id": "laptop"}.items():
-        command += ["--set", f"{setting}={value}"]
-    # Tied to this process: who interrupts the one ends the other.
-    exit_code = spawn(command, log=folder / "progress.log").wait()
-    if exit_code != 0:
-        raise StreamRLError(f"{name}: the command ended with exit code {exit_code}; see {folder}/progress.log")
-    summary = json.loads((folder / "laptop" / "summary.json").read_text())
+    settings = [f"{setting}={value}" for setting, value in assignments.items()]
+    summary = run_whole(name, _CONFIG, settings, folder, log=folder / "progress.log")
     figures = logged_figures(summary["mlflow"]["tracking_uri"], summary["mlflow"]["run_id"], _FIGURES)
     generation_s, wait_s, iteration_s, length_mean = (
         list(figures[figure].values)[WARM_UP_ITERATIONS:] for figure in _FIGURES

@@ -48,7 +48,7 @@ def perform(planned: PlannedRun, runs: Path) -> KeptRun:
     folder = runs / planned.name
     shutil.rmtree(folder, ignore_errors=True)
     settings = settings_of(planned)
-    summary = _run(planned, folder)
+    summary = run_whole(planned.name, planned.config, (*planned.assignments, *_PATIENCE), folder)
     tracker = summary.pop("mlflow")
     figures = logged_figures(tracker["tracking_uri"], tracker["run_id"], FIGURES)
     _check(planned, summary, figures, settings)
@@ -65,15 +65,28 @@ def perform(planned: PlannedRun, runs: Path) -> KeptRun:
     )
 
 
-def _run(planned: PlannedRun, folder: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "streamrl.command.main", "run", planned.config]
-    for assignment in (*planned.assignments, *_PATIENCE, f"run.dir={folder}", f"run.id={planned.name}"):
+def run_whole(
+    name: str, config: str | Path, assignments: Sequence[str], folder: Path, *, log: Path | None = None
+) -> dict[str, Any]:
+    """Does a run as a user starts it, and returns its summary.
+
+    Args:
+        name: its id.
+        assignments: as for `--set`.
+        folder: the folder of its runs.
+        log: gets what the command says; None: said here.
+
+    Raises:
+        RunFailedError: the command failed; the folder stays.
+    """
+    command = [sys.executable, "-m", "streamrl.command.main", "run", str(config)]
+    for assignment in (*assignments, f"run.dir={folder}", f"run.id={name}"):
         command += ["--set", assignment]
     # Tied to this process: who interrupts the one ends the other.
-    exit_code = spawn(command).wait()
+    exit_code = spawn(command, log=log).wait()
     if exit_code != 0:
-        raise RunFailedError(f"{planned.name}: the command ended with exit code {exit_code}; its folder: {folder}")
-    summary: dict[str, Any] = json.loads((folder / planned.name / "summary.json").read_text())
+        raise RunFailedError(f"{name}: the command ended with exit code {exit_code}; its folder: {folder}")
+    summary: dict[str, Any] = json.loads((folder / name / "summary.json").read_text())
     return summary
 
 

@@ -253,12 +253,11 @@ def tokens_per_s(
     Args:
         pauses: by instance, disjoint and in order.
     """
-    seconds = sum(end_s - start_s for start_s, end_s in intervals)
     tokens = 0.0
     for rollout in rollouts:
         at_work = _at_work(rollout, pauses[rollout.instance])
-        tokens += len(rollout.token_ids) * _overlap_s(at_work, intervals) / max(_overlap_s(at_work, at_work), 1e-6)
-    return tokens / seconds
+        tokens += len(rollout.token_ids) * _overlap_s(at_work, intervals) / max(_length_s(at_work), 1e-6)
+    return tokens / _length_s(intervals)
 
 
 def between(intervals: Sequence[Interval]) -> Iterator[Interval]:
@@ -274,6 +273,10 @@ def _at_work(rollout: Rollout, pauses: Sequence[Interval]) -> list[Interval]:
     ends = [(-math.inf, first_s), *pauses, (last_s, math.inf)]
     gaps = ((max(before[1], first_s), min(after[0], last_s)) for before, after in pairwise(ends))
     return [(start_s, end_s) for start_s, end_s in gaps if start_s < end_s]
+
+
+def _length_s(intervals: Sequence[Interval]) -> float:
+    return sum(end_s - start_s for start_s, end_s in intervals)
 
 
 def _overlap_s(some: Sequence[Interval], others: Sequence[Interval]) -> float:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tests.trainer_svc.small_model import small_model
 from trainer_svc import tiny_model
 from trainer_svc.models import ModelFiles, check_model, resolve_model, stop_token_ids
 from trainer_svc.packaged_model import save_tensors
@@ -232,11 +233,7 @@ def _write_gguf(file: Path, weights: dict[str, torch.Tensor]) -> None:
 
 
 def test_a_tied_embedding_is_saved_under_the_name_that_engines_look_for(tmp_path: Path) -> None:
-    config = LlamaConfig(
-        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
-        tie_word_embeddings=True,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    model = small_model(tied=True)
     save_tensors(model, tmp_path / "model.safetensors")
     saved = load_file(tmp_path / "model.safetensors")
     assert "lm_head.weight" not in saved
