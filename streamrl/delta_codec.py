@@ -228,4 +228,5 @@ def _places_of_changes(old: _Items, new: _Items) -> "npt.NDArray[np.intp]":
     eights = marks[: (num_items + 7) // 8 * 8].view(np.uint64)
     used = np.flatnonzero(eights != 0)
     inside = np.flatnonzero(eights[used].view(np.bool_))
-    return ((used[inside >> 3] << 3) + (inside & 7))[:num_changed]
+    places: npt.NDArray[np.intp] = (used[inside >> 3] << 3) + (inside & 7)
+    return places[:num_changed]
