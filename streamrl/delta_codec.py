@@ -48,7 +48,7 @@ _SPARSE = Blosc("lz4", clevel=1, shuffle=Blosc.SHUFFLE, blocksize=_PACKED_BLOCK_
 _FEW = Blosc("zstd", clevel=1, shuffle=Blosc.SHUFFLE, blocksize=_PACKED_BLOCK_BYTES)
 _SPARSE_SHARE = 1 / 8
 """Up to this share of changed items gaps take fewer bytes than the zeros between, and hardly more time."""
-_FEW_SHARE = 1 / 12
+_FEW_SHARE = 1 / 16
 """Up to this share there is time for an entropy coder, which takes two fifths off."""
 _VERY_FEW_SHARE = 1 / 20
 """Up to this share of changed items it pays to look for them eight at a time."""
