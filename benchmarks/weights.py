@@ -31,7 +31,7 @@ from benchmarks.peers.slow_line import NEAR_HOST, SlowLine
 from benchmarks.result import Cell, Result
 from generator_svc.weight_fetcher import WeightFetch, WeightSource
 from streamrl.command.ports import free_port
-from streamrl.delta_codec import DeltaCodec
+from streamrl.delta_codec import decode_delta, encode_delta
 from streamrl.dtypes import ITEM_BYTES
 from streamrl.rpc.channel import open_channel
 from streamrl.rpc.chunks import cut
@@ -115,15 +115,15 @@ class _Step:
 
     @classmethod
     def measure(cls, base: Path, target: Path) -> "_Step":
-        step, codec = cls(), DeltaCodec()
+        step = cls()
         for old, new, item_bytes in _tensor_pairs(base, target):
             room = bytearray(CHUNK_BYTES)
             for _index, offset, length in cut([len(new)], CHUNK_BYTES):
                 before, after = old[offset : offset + length], new[offset : offset + length]
                 started = time.thread_time()
-                encoding, data = codec.encode(before, after, item_bytes)
+                encoding, data = encode_delta(before, after, item_bytes)
                 encoded = time.thread_time()
-                came_out = codec.decode(encoding, data, before, length, item_bytes)
+                came_out = decode_delta(encoding, data, before, length, item_bytes)
                 applied = time.thread_time()
                 room[:length] = after
                 copied = time.thread_time()

@@ -6,7 +6,7 @@ Chunks come in order. Every tensor is compared with its digest as soon as it is 
 from typing import TYPE_CHECKING
 
 from generator_svc.version_buffer import VersionBuffer
-from streamrl.delta_codec import DeltaCodec
+from streamrl.delta_codec import decode_delta
 from streamrl.digest import new_digest
 from streamrl.dtypes import ITEM_BYTES
 from streamrl.errors import WeightTransferError
@@ -34,7 +34,6 @@ class VersionAssembly:
         self._base = base
         self._tensors = buffer.manifest.tensors
         self._pairs = None if base is None else pair_tensors(base.manifest, buffer.manifest)
-        self._codec = DeltaCodec()
         self.tensor_index = 0
         self.offset = 0
         self._digest: blake3 = new_digest()
@@ -88,7 +87,7 @@ class VersionAssembly:
             raise WeightTransferError(f"a difference came for {self._tensors[index].name}, which has no base")
         with self._base.tensor_bytes(base_index) as base:
             item_bytes = ITEM_BYTES[self._tensors[index].dtype]
-            return self._codec.decode(
+            return decode_delta(
                 chunk.encoding, chunk.data, bytes(base[offset : offset + num_bytes]), num_bytes, item_bytes
             )
 

@@ -4,7 +4,7 @@ versions have in common. Blocking, for one thread.
 
 from collections.abc import Sequence
 
-from streamrl.delta_codec import DeltaCodec
+from streamrl.delta_codec import decode_delta
 from streamrl.dtypes import ITEM_BYTES
 from streamrl.errors import WeightTransferError
 from streamrl.rpc.chunks import FetchedChunk, cut
@@ -32,7 +32,6 @@ class Assembly:
         if base is not None:
             self._pairs = pair_tensors(base.manifest, target.manifest)
             self._base = VersionReader(base)
-        self._codec = DeltaCodec()
 
     def write(self, chunks: Sequence[FetchedChunk]) -> None:
         """Takes the next chunks of the stream.
@@ -72,7 +71,7 @@ class Assembly:
         if stretch.offset < 0 or not 0 < stretch.num_bytes <= tensor.num_bytes - stretch.offset:
             raise WeightTransferError(f"a difference came that reaches over the end of {tensor.name}")
         base = self._base.read(stretch._replace(tensor_index=base_index))
-        return self._codec.decode(chunk.encoding, chunk.data, base, stretch.num_bytes, ITEM_BYTES[tensor.dtype])
+        return decode_delta(chunk.encoding, chunk.data, base, stretch.num_bytes, ITEM_BYTES[tensor.dtype])
 
     def _copy_same(self, before: int) -> None:
         """Takes tensors that are the same from the base, up to the next that is not or to a given one."""

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from streamrl.delta_codec import DeltaCodec
+from streamrl.delta_codec import encode_delta
 from streamrl.dtypes import ITEM_BYTES
 from streamrl.errors import UnavailableError, WeightTransferError
 from streamrl.rpc.chunks import FetchedChunk, Stretch, cut, encode_fetch_response, encode_fetched_chunk
@@ -192,7 +192,6 @@ class _DeltaReader:
             raise
         self._tensors = target.manifest.tensors
         self._pairs = pairs
-        self._codec = DeltaCodec()
 
     def read(self, batch: Sequence[Stretch]) -> list[Response]:
         return [self._response(stretch) for stretch in batch]
@@ -208,6 +207,6 @@ class _DeltaReader:
             return Response(encode_fetch_response(stretch, data), stretch.num_bytes, stretch.num_bytes)
         base_data = self._base.read(stretch._replace(tensor_index=base_index))
         item_bytes = ITEM_BYTES[self._tensors[stretch.tensor_index].dtype]
-        encoding, difference = self._codec.encode(base_data, data, item_bytes)
+        encoding, difference = encode_delta(base_data, data, item_bytes)
         message = encode_fetched_chunk(FetchedChunk(stretch, encoding, difference))
         return Response(message, stretch.num_bytes, len(difference))

@@ -33,7 +33,9 @@ class _ChunkEncodingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     """The differences of all items."""
 
 class ChunkEncoding(_ChunkEncoding, metaclass=_ChunkEncodingEnumTypeWrapper):
-    """How a chunk's data stands for the tensor's bytes. Differences are to the same stretch of the base version."""
+    """How a chunk's data stands for the tensor's bytes. Differences are to the same stretch of the base version, packed by
+    Blosc as streamrl/delta_codec.py says.
+    """
 
 CHUNK_ENCODING_UNSPECIFIED: ChunkEncoding.ValueType  # 0
 """The bytes themselves."""

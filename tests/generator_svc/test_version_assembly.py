@@ -10,7 +10,7 @@ from generator_svc.prefetcher import Prefetcher
 from generator_svc.version_assembly import DamagedTensorError, VersionAssembly
 from generator_svc.version_buffer import VersionBuffer
 from generator_svc.weight_fetcher import FetchedVersion, WeightSource
-from streamrl.delta_codec import DeltaCodec
+from streamrl.delta_codec import encode_delta
 from streamrl.digest import bytes_digest, version_digest
 from streamrl.errors import WeightTransferError
 from streamrl.rpc.chunks import FetchedChunk, Stretch
@@ -46,7 +46,7 @@ def buffer() -> Iterator[VersionBuffer]:
 
 
 def difference() -> FetchedChunk:
-    encoding, data = DeltaCodec().encode(OLD["trained"], NEW["trained"], 2)
+    encoding, data = encode_delta(OLD["trained"], NEW["trained"], 2)
     assert encoding == CHUNK_ENCODING_SPARSE_DELTA
     return FetchedChunk(Stretch(1, 0, 4000), encoding, data)
 
