@@ -33,6 +33,11 @@ class FabricReceiver:
         """Whether this instance can join a group."""
         return self._member.ready and self._receiving is None
 
+    @property
+    def group(self) -> bytes:
+        """The unique id of the group that this instance is in; empty: none."""
+        return self._member.group
+
     def start(self) -> None:
         """Makes it ready in some seconds. Not after `MAX_FAILURES` groups in a row that failed."""
         if self._num_failures < MAX_FAILURES:

@@ -229,9 +229,9 @@ class WeightFetch:
             unreachable_addresses=self._unreachable,
             failed_group=self._failed_group,
         )
-        if over_fabric:
+        if over_fabric and self._fabric is not None:
             request.formats.append(TRANSFER_FORMAT_NCCL)
-            request.fabric = source.fabric
+            request.fabric, request.fabric_group = source.fabric, self._fabric.group
         if self._base is not None and self._damages == 0:
             request.formats.append(TRANSFER_FORMAT_DELTA)
             request.held_weight_version = self._base.manifest.weight_version

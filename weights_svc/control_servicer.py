@@ -163,7 +163,7 @@ class WeightsServicer(WeightsServiceServicer):
         plan = await self._plan(request)
         group: FabricGroup | None = None
         if plan.format == TRANSFER_FORMAT_NCCL:
-            group = await self._place(request.receiver, plan.weight_version)
+            group = await self._place(request, plan.weight_version)
             if group is None:
                 plan = self._plan_now(request, over_fabric=False)
         files: list[ModelFile] = []
@@ -189,10 +189,10 @@ class WeightsServicer(WeightsServiceServicer):
             fabric_group=group,
         )
 
-    async def _place(self, receiver: str, weight_version: int) -> FabricGroup | None:
+    async def _place(self, request: NegotiateRequest, weight_version: int) -> FabricGroup | None:
         """The receiver's place among those that are sent the version at once; None: it fetches it."""
         assert self._fabric is not None
-        return await self._fabric.place(receiver, self._store.versions[weight_version])
+        return await self._fabric.place(request.receiver, request.fabric_group, self._store.versions[weight_version])
 
     async def _plan(self, request: NegotiateRequest) -> TransferPlan:
         """A relay looks again when what is asked for may be on its way to it."""

@@ -44,15 +44,23 @@ class FabricSender:
         Args:
             weight_versions: those that are here whole.
         """
-        if not self._member.ready or self._rendezvous.num_failures >= MAX_FAILURES:
+        if self._rendezvous.num_failures >= MAX_FAILURES:
+            return None
+        if not self._member.ready:
+            self._member.start()
             return None
         return FabricOffer(self._fabric, self._site, frozenset(weight_versions))
 
-    async def place(self, receiver: str, stored: StoredVersion) -> FabricGroup | None:
+    async def place(self, receiver: str, held_group: bytes, stored: StoredVersion) -> FabricGroup | None:
         """The receiver's place in the group that will be sent the version; None: it takes the ordinary way. Waits for
-        the others, for `GATHER_S` at most."""
+        the others, for `GATHER_S` at most.
+
+        Args:
+            held_group: the unique id of the group that it is in; empty: none.
+        """
         version = stored.weight_version, stored.manifest.digest
-        if not self._rendezvous.come(receiver, version):
+        in_group = held_group != b"" and held_group == self._unique_id
+        if not self._rendezvous.come(receiver, version, in_group=in_group):
             return None
         if self._answer is None:
             loop = asyncio.get_running_loop()
@@ -106,7 +114,7 @@ class FabricSender:
     ) -> None:
         version = stored.weight_version
         try:
-            if membership != self._rendezvous.group or not self._unique_id:
+            if membership != self._rendezvous.group or self._member.group != self._unique_id:
                 self._unique_id = await asyncio.to_thread(self._member.mint)
                 logger.info("a new group on %s: %s", self._fabric, ", ".join(membership.members))
             answer.set_result((membership, self._unique_id))

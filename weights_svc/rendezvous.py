@@ -31,7 +31,7 @@ class Rendezvous:
 
     def __init__(self) -> None:
         self.group: Membership | None = None
-        """Whose ranks have met; None: nobody's."""
+        """Whose ranks have met; None: there is no group, or it has to meet anew."""
         self.moving = False
         """Between a `close` that gave a membership and what became of it."""
         self.num_failures = 0
@@ -43,6 +43,8 @@ class Rendezvous:
         """Versions, by number and digest."""
         self._gathering: tuple[int, str] | None = None
         self._came: set[str] = set()
+        self._outside: set[str] = set()
+        """Those of them that are not in the group any more, or are not yet."""
 
     @property
     def gathering(self) -> bool:
@@ -54,8 +56,11 @@ class Rendezvous:
         """Whether all have come, so that nothing is to be waited for. Others that are new may follow a new one."""
         return self.gathering and not self._newcomers and self._came == set(self._misses)
 
-    def come(self, receiver: str, version: tuple[int, str]) -> bool:
+    def come(self, receiver: str, version: tuple[int, str], *, in_group: bool) -> bool:
         """A receiver asks for a version.
+
+        Args:
+            in_group: whether it is in `group`: one that has been started anew is not.
 
         Returns:
             Whether it takes part; else it takes the ordinary way.
@@ -69,6 +74,8 @@ class Rendezvous:
             self._gathering = version
             self._gathered.add(version)
         self._came.add(receiver)
+        if not in_group:
+            self._outside.add(receiver)
         return True
 
     def withdraw(self, receiver: str) -> None:
@@ -83,6 +90,7 @@ class Rendezvous:
         """
         assert self.gathering, "nobody has come"
         came, self._came, self._gathering = self._came, set(), None
+        outside, self._outside = self._outside & came, set()
         self._newcomers.clear()
         missing = set(self._misses) - came
         for receiver in came:
@@ -93,6 +101,8 @@ class Rendezvous:
                 del self._misses[receiver]
         if missing or not came:
             return None
+        if outside:
+            self.group = None
         self.moving = True
         return Membership(tuple(sorted(came)))
 

@@ -42,7 +42,12 @@ class FabricMember:
         self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._ready = threading.Event()
         self._refused = False
-        self._joined = b""
+        self._group = b""
+
+    @property
+    def group(self) -> bytes:
+        """The unique id of the group that the process is in; empty: none."""
+        return self._group
 
     @property
     def ready(self) -> bool:
@@ -69,9 +74,9 @@ class FabricMember:
 
     def join(self, unique_id: bytes, rank: int, world_size: int) -> None:
         """Joins a group, or stays in it. Returns when all have."""
-        if unique_id != self._joined:
+        if unique_id != self._group:
             self._ask({"do": "join", "unique_id": unique_id.hex(), "rank": rank, "world_size": world_size}, MEET_S)
-            self._joined = unique_id
+            self._group = unique_id
 
     def move(self, path: str, regions: Sequence[Region]) -> None:
         """Sends these parts of a file as rank 0, or fills them as another."""
@@ -84,7 +89,7 @@ class FabricMember:
     def kill(self) -> None:
         """Ends the process, whatever it does; who is asking it gets an error once it has ended."""
         process, self._process = self._process, None
-        self._answers, self._ready, self._joined = queue.SimpleQueue(), threading.Event(), b""
+        self._answers, self._ready, self._group = queue.SimpleQueue(), threading.Event(), b""
         if process is not None:
             process.kill()
 
@@ -100,7 +105,7 @@ class FabricMember:
             answer = answers.get(timeout=limit_s)
         except queue.Empty:
             _end(process)
-            raise FabricError(f"asked to {doing}, the member process did not in {limit_s:.0f} s") from None
+            raise FabricError(f"asked to {doing}, the member process did not in {limit_s:g} s") from None
         except (OSError, ValueError):  # it has ended, or its pipes are being closed
             answer = None
         if answer is None or "error" in answer:
@@ -128,9 +133,11 @@ class FabricMember:
                     answers.put(answer)
                 else:
                     why = answer["error"]
-        if not ready.is_set() and self._process is process:
-            self._refused = True
-            logger.warning("no weights by NCCL, all are fetched: %s", why)
+        if self._process is process:
+            self._group = b""
+            if not ready.is_set():
+                self._refused = True
+                logger.warning("no weights by NCCL, all are fetched: %s", why)
         ready.clear()
         answers.put(None)
 

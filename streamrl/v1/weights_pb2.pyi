@@ -335,6 +335,7 @@ class NegotiateRequest(google.protobuf.message.Message):
     SERVING_ADDRESS_FIELD_NUMBER: builtins.int
     UNREACHABLE_ADDRESSES_FIELD_NUMBER: builtins.int
     FABRIC_FIELD_NUMBER: builtins.int
+    FABRIC_GROUP_FIELD_NUMBER: builtins.int
     FAILED_GROUP_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     attempt: builtins.int
@@ -353,6 +354,8 @@ class NegotiateRequest(google.protobuf.message.Message):
     """Where the receiver, a relay, hands out versions itself, host:port; empty: it does not."""
     fabric: builtins.str
     """Form NCCL: the network between GPUs that the receiver is on. Those of one name at one site reach each other by NCCL."""
+    fabric_group: builtins.bytes
+    """The unique id of the group that the receiver is in. A group of which one is not in it any more begins anew."""
     failed_group: builtins.bytes
     """The unique id of a group that has failed the receiver: nothing more is sent in it."""
     @property
@@ -379,10 +382,11 @@ class NegotiateRequest(google.protobuf.message.Message):
         serving_address: builtins.str = ...,
         unreachable_addresses: collections.abc.Iterable[builtins.str] | None = ...,
         fabric: builtins.str = ...,
+        fabric_group: builtins.bytes = ...,
         failed_group: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_exact_weight_version", b"_exact_weight_version", "_held_weight_version", b"_held_weight_version", "exact_weight_version", b"exact_weight_version", "held_weight_version", b"held_weight_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_exact_weight_version", b"_exact_weight_version", "_held_weight_version", b"_held_weight_version", "attempt", b"attempt", "exact_weight_version", b"exact_weight_version", "fabric", b"fabric", "failed_group", b"failed_group", "formats", b"formats", "held_digest", b"held_digest", "held_weight_version", b"held_weight_version", "min_weight_version", b"min_weight_version", "receiver", b"receiver", "run_id", b"run_id", "serving_address", b"serving_address", "site", b"site", "unreachable_addresses", b"unreachable_addresses", "with_files", b"with_files"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_exact_weight_version", b"_exact_weight_version", "_held_weight_version", b"_held_weight_version", "attempt", b"attempt", "exact_weight_version", b"exact_weight_version", "fabric", b"fabric", "fabric_group", b"fabric_group", "failed_group", b"failed_group", "formats", b"formats", "held_digest", b"held_digest", "held_weight_version", b"held_weight_version", "min_weight_version", b"min_weight_version", "receiver", b"receiver", "run_id", b"run_id", "serving_address", b"serving_address", "site", b"site", "unreachable_addresses", b"unreachable_addresses", "with_files", b"with_files"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_exact_weight_version", b"_exact_weight_version"]) -> typing.Literal["exact_weight_version"] | None: ...
     @typing.overload

@@ -10,10 +10,16 @@ def version(number: int) -> tuple[int, str]:
     return number, f"digest-{number}"
 
 
+def come(rendezvous: Rendezvous, receiver: str, number: int) -> bool:
+    """As one that is in the group if it is one of its members."""
+    in_group = rendezvous.group is not None and receiver in rendezvous.group.members
+    return rendezvous.come(receiver, version(number), in_group=in_group)
+
+
 def gather(rendezvous: Rendezvous, number: int, *receivers: str) -> Membership | None:
     """These come for a version, and the gathering is closed."""
     for receiver in receivers:
-        assert rendezvous.come(receiver, version(number))
+        assert come(rendezvous, receiver, number)
     return rendezvous.close()
 
 
@@ -34,15 +40,15 @@ def test_the_first_who_come_are_a_group_and_stay_one():
 def test_nobody_waits_once_all_who_are_known_have_come():
     rendezvous = Rendezvous()
     gather_and_move(rendezvous, 1, "a", "b")
-    rendezvous.come("a", version(2))
+    come(rendezvous, "a", 2)
     assert not rendezvous.complete
-    rendezvous.come("b", version(2))
+    come(rendezvous, "b", 2)
     assert rendezvous.complete
 
 
 def test_a_newcomer_is_waited_for_since_others_may_follow():
     rendezvous = Rendezvous()
-    rendezvous.come("a", version(1))
+    come(rendezvous, "a", 1)
     assert rendezvous.gathering
     assert not rendezvous.complete
 
@@ -58,7 +64,7 @@ def test_a_newcomer_makes_a_new_group():
 def test_a_late_one_takes_the_ordinary_way_and_is_of_the_next_group():
     rendezvous = Rendezvous()
     gather_and_move(rendezvous, 1, "a", "b")
-    assert not rendezvous.come("late", version(1))
+    assert not come(rendezvous, "late", 1)
     assert gather_and_move(rendezvous, 2, "a", "b", "late") is not None
 
 
@@ -80,15 +86,25 @@ def test_one_miss_costs_one_version_and_not_the_group():
 
 def test_while_one_version_is_gathered_for_or_moved_another_takes_the_ordinary_way():
     rendezvous = Rendezvous()
-    assert rendezvous.come("a", version(2))
-    assert not rendezvous.come("b", version(1))
+    assert come(rendezvous, "a", 2)
+    assert not come(rendezvous, "b", 1)
     membership = rendezvous.close()
     assert membership is None, "b is known and has not come"
     membership = gather(rendezvous, 3, "a", "b")
     assert membership is not None
-    assert not rendezvous.come("a", version(4))
+    assert not come(rendezvous, "a", 4)
     rendezvous.moved(membership)
-    assert rendezvous.come("a", version(4))
+    assert come(rendezvous, "a", 4)
+
+
+def test_a_member_that_was_started_anew_makes_the_same_members_meet_anew():
+    rendezvous = Rendezvous()
+    group = gather_and_move(rendezvous, 1, "a", "b")
+    come(rendezvous, "a", 2)
+    rendezvous.come("b", version(2), in_group=False)
+    assert rendezvous.complete
+    assert rendezvous.close() == group
+    assert rendezvous.group is None
 
 
 def test_a_group_that_failed_is_no_group_and_failures_are_counted_in_a_row():
@@ -105,11 +121,11 @@ def test_a_group_that_failed_is_no_group_and_failures_are_counted_in_a_row():
 
 def test_who_has_gone_while_it_waited_is_missing():
     rendezvous = Rendezvous()
-    rendezvous.come("a", version(1))
-    rendezvous.come("b", version(1))
+    come(rendezvous, "a", 1)
+    come(rendezvous, "b", 1)
     rendezvous.withdraw("b")
     assert rendezvous.close() is None
-    rendezvous.come("a", version(2))
+    come(rendezvous, "a", 2)
     rendezvous.withdraw("a")
     assert rendezvous.close() is None, "nobody is left"
 
@@ -132,7 +148,7 @@ def test_whatever_happens_all_who_came_are_told_the_same_and_ranks_are_complete(
     membership = None
     for what, receiver, number in events:
         if what == "come":
-            if rendezvous.come(receiver, version(number)):
+            if come(rendezvous, receiver, number):
                 assert not rendezvous.moving
                 promised.add(receiver)
                 if not closed or closed[-1] != number:
@@ -162,7 +178,7 @@ def test_whatever_happens_all_who_came_are_told_the_same_and_ranks_are_complete(
 def test_after_any_past_the_same_receivers_are_a_group_within_three_versions(alive: set[str], past: list[str]):
     rendezvous = Rendezvous()
     for number, receiver in enumerate(past):
-        if rendezvous.come(receiver, version(number)):
+        if come(rendezvous, receiver, number):
             membership = rendezvous.close()
             if membership is not None:
                 rendezvous.failed()
