@@ -48,12 +48,13 @@ class NcclCommunicator:
 
     def broadcast(self, num_bytes: int) -> None:
         on_device, on_host = self._on_device[:num_bytes], self._on_host[:num_bytes]
+        stream = torch.cuda.current_stream()
         if self._is_sender:
             on_device.copy_(on_host, non_blocking=True)
-        self._communicator.broadcast(on_device, src=0)
+        self._communicator.broadcast(on_device, src=0, stream=stream)
         if not self._is_sender:
             on_host.copy_(on_device, non_blocking=True)
-        torch.cuda.current_stream().synchronize()
+        stream.synchronize()
 
     def leave(self) -> None:
         self._communicator.destroy()
