@@ -1,8 +1,9 @@
 """Two sites with 100 Mbit/s and 40 ms between them: what crosses the line, and whether anybody waits for it.
 
 The run of examples/two_sites.toml, weights switched in flight: four generators at the far side of the line, two with
-real engines and two that only keep time, all fed by one relay. It is run in pairs, on loopback and over the line. The
-line is between network namespaces: this needs root and iproute2. Two to four minutes a pair.
+real engines and two that only keep time, all fed by one relay. Each site has half of the cores. The run is made in
+pairs, on loopback and over the line. The line is between network namespaces: this needs root and iproute2. Two to four
+minutes a pair.
 """
 
 import os

@@ -2,11 +2,13 @@
 `streamrl serve`.
 
 Trainer, scheduler, weights_svc and the broker are here; a relay and the generators are behind the line, in their own
-network namespace, or beside them on loopback where there is no line.
+network namespace, or beside them on loopback where there is no line. Each site has half of the machine's cores, so that
+training takes nothing from generation, as on hosts of their own.
 """
 
 import json
 import math
+import os
 import re
 import signal
 import subprocess
@@ -193,6 +195,7 @@ class SitesRun:
             command += ["--set", f"{setting}={value}"]
         if far and self._line is not None:
             command = [*self._line.in_far_namespace, *command]
+        command = [*_on_cores(far=far), *command]
         self._processes[name] = lifetime.spawn(command, log=self._folder / f"{name}.log", with_signal=signal.SIGTERM)
 
     def _log(self, name: str) -> str:
@@ -200,6 +203,15 @@ class SitesRun:
 
     def _logs(self) -> str:
         return "\n".join(f"--- {name}\n{self._log(name)[-_LOG_TAIL:]}" for name in self._processes)
+
+
+def _on_cores(*, far: bool) -> list[str]:
+    """What a command begins with to have its site's half of the cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    if half == 0:
+        return []
+    return ["taskset", "--cpu-list", ",".join(map(str, cores[half:] if far else cores[:half]))]
 
 
 def crossings_of(relay_log: str) -> list[Crossing]:

@@ -3,7 +3,7 @@
 The tiny model in mode sync, four waves a batch, prompts that were never seen before. Ours is what `streamrl run` does
 by default (`makespan`, moves, and a ranker that has learned from other prompts), on the same cores as the engines. Both
 have the same lengths, sample by sample, and run in turns; what counts is the time from the first answer of a batch that
-is asked for to the last that is over. Seven minutes.
+is asked for to the last that is over. Ten minutes.
 """
 
 import contextlib
