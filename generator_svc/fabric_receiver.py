@@ -24,6 +24,8 @@ class FabricReceiver:
             member: tests have a network of their own.
         """
         self._member = FabricMember() if member is None else member
+        self.failed_group = b""
+        """The unique id of the group that failed last, perhaps since it was not wanted any more: others may wait there."""
         self._num_failures = 0
         self._lock = threading.Lock()
         self._receiving: VersionManifest | None = None
@@ -59,6 +61,7 @@ class FabricReceiver:
         regions = [Region(offset, size) for offset, size in zip(offsets, sizes, strict=True)]
         with self._lock:
             self._receiving = manifest
+            self.failed_group = group.unique_id
             try:
                 if cancelled.is_set():
                     raise FabricError("it is not wanted any more")
@@ -73,6 +76,7 @@ class FabricReceiver:
             finally:
                 self._receiving = None
         self._num_failures = 0
+        self.failed_group = b""
 
     def cancel(self, manifest: VersionManifest) -> None:
         """Makes `receive` of this version raise, if it is on its way. From any thread."""

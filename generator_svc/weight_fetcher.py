@@ -95,7 +95,6 @@ class WeightFetch:
         self._source = source
         self._base = base
         self._fabric = fabric
-        self._failed_group = b""
         self._manifest = manifest
         self._cancelled = threading.Event()
         self._damages = 0
@@ -163,9 +162,7 @@ class WeightFetch:
         try:
             plan = self._negotiate(over_fabric=True)
             if plan.format == TRANSFER_FORMAT_NCCL:
-                self._failed_group = plan.fabric_group.unique_id
                 self._fabric.receive(plan.fabric_group, buffer, self._cancelled)
-                self._failed_group = b""
                 return True
         except (UnavailableError, RefusedError) as error:
             logger.debug("version=%d was not negotiated over %s: %s", version, self._source.fabric, error)
@@ -227,7 +224,7 @@ class WeightFetch:
             formats=[TRANSFER_FORMAT_FULL],
             exact_weight_version=self._manifest.weight_version,
             unreachable_addresses=self._unreachable,
-            failed_group=self._failed_group,
+            failed_group=b"" if self._fabric is None else self._fabric.failed_group,
         )
         if over_fabric and self._fabric is not None:
             request.formats.append(TRANSFER_FORMAT_NCCL)

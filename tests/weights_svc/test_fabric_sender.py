@@ -151,13 +151,19 @@ def test_one_that_is_gone_makes_the_others_fetch_and_then_a_group_of_their_own(
     assert some.fetch_until_at_once(version) >= version + 3
 
 
-def test_what_arrives_damaged_is_fetched_and_the_group_given_up(
-    service: RunningService, instances: Callable[..., Instances], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("flaw, what", [("damaging", "arrived with digest"), ("dying", "the member process ended")])
+def test_what_arrives_damaged_or_in_part_is_fetched_and_the_group_given_up(
+    service: RunningService,
+    instances: Callable[..., Instances],
+    caplog: pytest.LogCaptureFixture,
+    flaw: str,
+    what: str,
 ):
-    damaging = instances("damaging")
-    assert damaging.fetch(0) == [make_data(0)]
-    assert "arrived with digest" in caplog.text
-    assert damaging.receivers[0].group == b""
+    flawed = instances(flaw)
+    assert flawed.fetch(0) == [make_data(0)]
+    assert "version=0 does not come over ib0, fetching it" in caplog.text
+    assert what in caplog.text
+    assert flawed.receivers[0].group == b""
 
 
 def test_when_one_does_not_join_all_fetch_and_soon_nothing_more_is_tried(
@@ -182,7 +188,7 @@ def test_when_one_does_not_join_all_fetch_and_soon_nothing_more_is_tried(
 
 
 def test_a_fetch_that_waits_for_its_group_can_be_cancelled(
-    service: RunningService, instances: Callable[..., Instances]
+    service: RunningService, instances: Callable[..., Instances], caplog: pytest.LogCaptureFixture
 ):
     (receiver,) = instances("deaf").receivers
     service.publish(0)
@@ -193,6 +199,11 @@ def test_a_fetch_that_waits_for_its_group_can_be_cancelled(
     timer.start()
     with pytest.raises(WeightTransferError, match="cancelled"):
         fetch.run()
+    # What comes next tells weights_svc, which does not wait there for long.
+    service.publish(1)
+    manifest = service.negotiate(exact_weight_version=1).manifest
+    assert content_of(WeightFetch(source, manifest, fabric=receiver).run()) == make_data(1)
+    wait_until(lambda: "asked to join, the member process ended" in caplog.text)
 
 
 def test_a_prefetcher_that_cannot_take_part_fetches(service: RunningService):

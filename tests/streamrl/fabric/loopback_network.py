@@ -1,11 +1,13 @@
 """A member process whose group meets over sockets on loopback instead of NCCL.
 
-    python loopback_network.py [deaf | damaging | blind]
+    python loopback_network.py [deaf | damaging | dying | blind]
 
-deaf: never joins. damaging: what it receives is not what was sent. blind: finds no device.
+deaf: never joins. damaging: what it receives is not what was sent. dying: ends with the first block. blind: finds no
+device.
 """
 
 import contextlib
+import os
 import socket
 import sys
 import threading
@@ -36,22 +38,22 @@ class LoopbackNetwork:
             connection.sendall(bytes([rank]))
             # All have joined when rank 0 says so.
             assert connection.recv(1) == b"!"
-            return LoopbackCommunicator([connection], is_sender=False, damages=self._flaw == "damaging")
+            return LoopbackCommunicator([connection], is_sender=False, flaw=self._flaw)
         with self._listening.pop(unique_id) as listening:
             connections = [listening.accept()[0] for _ in range(1, world_size)]
         ranks = sorted(connection.recv(1)[0] for connection in connections)
         assert ranks == list(range(1, world_size)), f"ranks {ranks} of {world_size} have come"
         for connection in connections:
             connection.sendall(b"!")
-        return LoopbackCommunicator(connections, is_sender=True, damages=False)
+        return LoopbackCommunicator(connections, is_sender=True, flaw="")
 
 
 class LoopbackCommunicator:
-    def __init__(self, connections: list[socket.socket], *, is_sender: bool, damages: bool) -> None:
+    def __init__(self, connections: list[socket.socket], *, is_sender: bool, flaw: str) -> None:
         self.staging = memoryview(bytearray(BLOCK_BYTES))
         self._connections = connections
         self._is_sender = is_sender
-        self._damages = damages
+        self._flaw = flaw
 
     def broadcast(self, num_bytes: int) -> None:
         if self._is_sender:
@@ -63,8 +65,10 @@ class LoopbackCommunicator:
             more = self._connections[0].recv_into(self.staging[received:num_bytes])
             assert more, "rank 0 has gone"
             received += more
-        if self._damages:
+        if self._flaw == "damaging":
             self.staging[0] ^= 1
+        elif self._flaw == "dying":
+            os._exit(1)
 
     def leave(self) -> None:
         for connection in self._connections:
