@@ -25,7 +25,7 @@ class FabricReceiver:
         """
         self._member = FabricMember() if member is None else member
         self.failed_group = b""
-        """The unique id of the group that failed last, perhaps since it was not wanted any more: others may wait there."""
+        """The unique id of the group that failed last, or was not wanted any more: others may wait there."""
         self._num_failures = 0
         self._lock = threading.Lock()
         self._receiving: VersionManifest | None = None
