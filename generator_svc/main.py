@@ -122,6 +122,7 @@ def _weight_source(settings: GeneratorSettings, instance: str) -> WeightSource:
         receiver=instance,
         site=settings.run.site,
         keep_base=settings.weights.keep_base,
+        fabric=settings.weights.fabric,
         patience_s=settings.rpc.patience_s,
     )
 

@@ -5,6 +5,7 @@ import contextlib
 import logging
 from concurrent.futures import ThreadPoolExecutor
 
+from generator_svc.fabric_receiver import FabricReceiver
 from generator_svc.version_buffer import VersionBuffer
 from generator_svc.weight_fetcher import FetchedVersion, WeightFetch, WeightSource
 from streamrl.errors import WeightTransferError
@@ -17,8 +18,13 @@ class Prefetcher:
     """Holds at most one version that is on its way or has arrived, and with `keep_base` the one that was taken last.
     Lives on one event loop."""
 
-    def __init__(self, source: WeightSource) -> None:
+    def __init__(self, source: WeightSource, fabric: FabricReceiver | None = None) -> None:
+        """
+        Args:
+            fabric: this instance's place on `WeightSource.fabric`. It belongs to the prefetcher, which closes it.
+        """
         self._source = source
+        self._fabric = fabric
         # Two threads, for a cancelled fetch may still be ending when the next one begins.
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="weight-fetch")
         self._manifest: VersionManifest | None = None
@@ -33,7 +39,10 @@ class Prefetcher:
         if known is not None and _name(known) == _name(manifest) and not self._failed():
             return
         self._drop()
-        fetch = WeightFetch(self._source, manifest, None if self._base is None else self._base.share())
+        if self._fabric is not None:
+            self._fabric.start()
+        base = None if self._base is None else self._base.share()
+        fetch = WeightFetch(self._source, manifest, base, self._fabric)
         self._manifest, self._fetch = manifest, fetch
         self._result = asyncio.get_running_loop().run_in_executor(self._threads, fetch.run)
         self._result.add_done_callback(_log_failure)
@@ -69,6 +78,8 @@ class Prefetcher:
     def close(self) -> None:
         """As `forget`, for good."""
         self.forget()
+        if self._fabric is not None:
+            self._fabric.close()
         self._threads.shutdown(wait=False)
 
     def _forget_base(self) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from generator_svc.engine import GenerationRequest, GenerationResult, SwitchReport
+from generator_svc.fabric_receiver import FabricReceiver
 from generator_svc.prefetcher import Prefetcher
 from generator_svc.step_latencies import StepSpeed
 from generator_svc.vllm_settings import VllmSettings, prepare_environment
@@ -49,7 +50,7 @@ class VllmEngine:
         self.max_running = settings.max_running
         self.kv_cache_tokens = 0
         self._settings = settings
-        self._prefetcher = Prefetcher(source)
+        self._prefetcher = Prefetcher(source, FabricReceiver() if source.fabric else None)
         self._weight_version = -1
         self._pausing = asyncio.Lock()
         self._paused = False

@@ -15,16 +15,18 @@ from typing import Any
 
 import grpc
 
+from generator_svc.fabric_receiver import FabricReceiver
 from generator_svc.version_assembly import DamagedTensorError, VersionAssembly
 from generator_svc.version_buffer import VersionBuffer
 from streamrl.digest import version_digest
-from streamrl.errors import RefusedError, StreamRLError, UnavailableError, WeightTransferError
+from streamrl.errors import FabricError, RefusedError, StreamRLError, UnavailableError, WeightTransferError
 from streamrl.rpc.channel import open_channel
 from streamrl.rpc.chunks import FetchedChunk, decode_fetch_response
 from streamrl.rpc.errors import peer_errors
 from streamrl.v1.weights_pb2 import (
     TRANSFER_FORMAT_DELTA,
     TRANSFER_FORMAT_FULL,
+    TRANSFER_FORMAT_NCCL,
     FetchRequest,
     NegotiateRequest,
     NegotiateResponse,
@@ -56,6 +58,8 @@ class WeightSource:
     site: str
     keep_base: bool = False
     """Keep the version that was fetched last, and fetch only what differs from it."""
+    fabric: str = ""
+    """The network between GPUs over which versions may come; empty: none."""
     patience_s: float = 60.0
     """A fetch that receives nothing for this long is given up."""
 
@@ -76,13 +80,21 @@ class FetchedVersion:
 class WeightFetch:
     """One fetch of one version: run it once, in a thread; cancel it from any other."""
 
-    def __init__(self, source: WeightSource, manifest: VersionManifest, base: VersionBuffer | None = None) -> None:
+    def __init__(
+        self,
+        source: WeightSource,
+        manifest: VersionManifest,
+        base: VersionBuffer | None = None,
+        fabric: FabricReceiver | None = None,
+    ) -> None:
         """
         Args:
             base: an older version: only the differences are fetched. It belongs to this fetch, which closes it.
+            fabric: this instance's place on `WeightSource.fabric`: what comes over it is not fetched.
         """
         self._source = source
         self._base = base
+        self._fabric = fabric
         self._manifest = manifest
         self._cancelled = threading.Event()
         self._damages = 0
@@ -94,6 +106,8 @@ class WeightFetch:
         self._cancelled.set()
         if (call := self._call) is not None:
             call.cancel()
+        if self._fabric is not None:
+            self._fabric.cancel(self._manifest)
 
     def run(self) -> FetchedVersion:
         """
@@ -106,6 +120,8 @@ class WeightFetch:
             raise WeightTransferError(f"the manifest of version {version} does not agree with its own digest")
         buffer = VersionBuffer(self._manifest)
         try:
+            if self._comes_over_fabric(buffer):
+                return self._fetched(buffer, started)
             assembly = VersionAssembly(buffer, self._base)
             patience = _Patience(self._source.patience_s, self._cancelled)
             while not assembly.complete:
@@ -127,9 +143,35 @@ class WeightFetch:
         finally:
             if self._base is not None:
                 self._base.close()
-        fetch_s = time.monotonic() - started
-        logger.debug("version=%d fetched: %d bytes in %.3f s", version, self._manifest.num_bytes, fetch_s)
+        return self._fetched(buffer, started)
+
+    def _fetched(self, buffer: VersionBuffer, started: float) -> FetchedVersion:
+        fetch_s, manifest = time.monotonic() - started, self._manifest
+        logger.debug("version=%d fetched: %d bytes in %.3f s", manifest.weight_version, manifest.num_bytes, fetch_s)
         return FetchedVersion(buffer, fetch_s)
+
+    def _comes_over_fabric(self, buffer: VersionBuffer) -> bool:
+        """Whether the version has come by NCCL, whole and undamaged. If not, for whatever reason, it is fetched.
+
+        Raises:
+            WeightTransferError: the fetch was cancelled meanwhile.
+        """
+        if self._fabric is None or not self._fabric.ready:
+            return False
+        version = self._manifest.weight_version
+        try:
+            plan = self._negotiate(over_fabric=True)
+            if plan.format == TRANSFER_FORMAT_NCCL:
+                self._fabric.receive(plan.fabric_group, buffer, self._cancelled)
+                return True
+        except (UnavailableError, RefusedError) as error:
+            logger.debug("version=%d was not negotiated over %s: %s", version, self._source.fabric, error)
+        except FabricError as error:
+            if not self._cancelled.is_set():
+                logger.warning("version=%d does not come over %s, fetching it: %s", version, self._source.fabric, error)
+        if self._cancelled.is_set():
+            raise WeightTransferError("the fetch was cancelled")
+        return False
 
     def _stream(self, assembly: VersionAssembly, patience: "_Patience") -> None:
         """Negotiates, and streams from where the assembly stands until it is complete or the stream breaks."""
@@ -172,7 +214,7 @@ class WeightFetch:
         if not assembly.complete:
             raise UnavailableError(f"weights_svc at {address} ended the stream at tensor {assembly.tensor_index}")
 
-    def _negotiate(self) -> NegotiateResponse:
+    def _negotiate(self, *, over_fabric: bool = False) -> NegotiateResponse:
         source = self._source
         request = NegotiateRequest(
             run_id=source.run_id,
@@ -182,7 +224,11 @@ class WeightFetch:
             formats=[TRANSFER_FORMAT_FULL],
             exact_weight_version=self._manifest.weight_version,
             unreachable_addresses=self._unreachable,
+            failed_group=b"" if self._fabric is None else self._fabric.failed_group,
         )
+        if over_fabric and self._fabric is not None:
+            request.formats.append(TRANSFER_FORMAT_NCCL)
+            request.fabric, request.fabric_group = source.fabric, self._fabric.group
         if self._base is not None and self._damages == 0:
             request.formats.append(TRANSFER_FORMAT_DELTA)
             request.held_weight_version = self._base.manifest.weight_version

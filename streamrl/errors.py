@@ -10,6 +10,7 @@ StreamRLError                 what the system met: exit code 1
 │   └── ForbiddenError        the caller's role may not do this
 ├── EngineDiedError           an inference engine ended
 ├── WeightTransferError       a weight version could not be fetched whole, or its digests disagree
+├── FabricError               GPUs of one fabric did not meet, or a broadcast between them broke off
 ├── PublishError              a weight version could not be published
 ├── CheckpointError           a checkpoint is damaged, or was written by other ranks than read it
 ├── RecordError               a Kafka record cannot be handled: it goes to dead-letters
@@ -62,6 +63,10 @@ class EngineDiedError(StreamRLError):
 
 class WeightTransferError(StreamRLError):
     """A weight version could not be fetched whole, or its digests disagree."""
+
+
+class FabricError(StreamRLError):
+    """GPUs of one fabric did not meet, or a broadcast between them broke off."""
 
 
 class PublishError(StreamRLError):

@@ -52,6 +52,7 @@ def spawn(
     env: dict[str, str] | None = None,
     cwd: Path | None = None,
     with_signal: signal.Signals = signal.SIGTERM,
+    piped: bool = False,
 ) -> "subprocess.Popen[bytes]":
     """Starts a child that is signalled when this process ends, in a session of its own.
 
@@ -61,6 +62,7 @@ def spawn(
     Args:
         log: file that its standard output and error are appended to; None: inherited.
         env: whole environment; None: inherited.
+        piped: its standard input and output are pipes to this process.
     """
     output: IO[bytes] | None = None
     if log is not None:
@@ -69,8 +71,8 @@ def spawn(
     try:
         return subprocess.Popen(
             [sys.executable, "-I", "-S", tied_exec.__file__, str(os.getpid()), str(int(with_signal)), *command],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
+            stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
+            stdout=subprocess.PIPE if piped else output,
             stderr=output,
             env=env,
             cwd=cwd,

@@ -242,6 +242,11 @@ class WeightsSection(Section):
     num_connections: Annotated[int, Field(ge=1, le=64)] = 4
     """Over how many connections at once a relay takes a version of more than 8 MiB: on a long line one alone does not
     fill it. Each holds up to 16 MiB that is not its turn yet."""
+    fabric: str = ""
+    """Untested on hardware. The name of a network between GPUs over which weights_svc sends each version to all
+    instances of its site in one broadcast by NCCL, beside their work; whoever is not reached so fetches. weights_svc
+    and each instance need a GPU for it, no two of them the same, with 1 GiB to spare; `streamrl run` gives weights_svc
+    the trainer's first. NCCL neither encrypts nor asks who is there. Empty: all instances fetch."""
     upstream: Address | None = None
     """Makes weights_svc a relay: where it takes its versions from. Left out: versions are published to it. Set by
     `serve weights --site`."""

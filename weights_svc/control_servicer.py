@@ -19,8 +19,10 @@ from streamrl.rpc.chunks import Stretch, decode_publish_request
 from streamrl.v1.weights_pb2 import (
     TRANSFER_FORMAT_DELTA,
     TRANSFER_FORMAT_FULL,
+    TRANSFER_FORMAT_NCCL,
     AcknowledgeRequest,
     AcknowledgeResponse,
+    FabricGroup,
     FetchRequest,
     ListVersionsRequest,
     ListVersionsResponse,
@@ -39,6 +41,7 @@ from streamrl.v1.weights_pb2 import (
 from streamrl.v1.weights_pb2_grpc import WeightsServiceServicer, add_WeightsServiceServicer_to_server
 from weights_svc.announcements import Announcements
 from weights_svc.arrivals import Arrival, Arrivals
+from weights_svc.fabric_sender import FabricSender
 from weights_svc.incoming import IncomingVersion
 from weights_svc.ledger import Ledger
 from weights_svc.negotiate import TransferPlan, negotiate
@@ -74,6 +77,7 @@ class WeightsServicer(WeightsServiceServicer):
         arrivals: Arrivals,
         retention: RetentionLoop,
         relay: RelayLoop | None,
+        fabric: FabricSender | None,
         *,
         chunk_bytes: int,
         anchor_every: int,
@@ -81,6 +85,7 @@ class WeightsServicer(WeightsServiceServicer):
         """
         Args:
             relay: None where versions are published.
+            fabric: None where there is none.
         """
         self._run_id = run_id
         self._store = store
@@ -90,6 +95,7 @@ class WeightsServicer(WeightsServiceServicer):
         self._arrivals = arrivals
         self._retention = retention
         self._relay = relay
+        self._fabric = fabric
         self._chunk_bytes = chunk_bytes
         self._anchor_every = anchor_every
 
@@ -152,7 +158,14 @@ class WeightsServicer(WeightsServiceServicer):
         self._check_run(request.run_id)
         self._ledger.check(request.attempt)
         self._receivers.negotiates(request, time.monotonic())
+        if self._fabric is not None and request.failed_group:
+            self._fabric.left(request.failed_group)
         plan = await self._plan(request)
+        group: FabricGroup | None = None
+        if plan.format == TRANSFER_FORMAT_NCCL:
+            group = await self._place(request, plan.weight_version)
+            if group is None:
+                plan = self._plan_now(request, over_fabric=False)
         files: list[ModelFile] = []
         if request.with_files:
             files = await asyncio.to_thread(self._store.model_files)
@@ -173,7 +186,13 @@ class WeightsServicer(WeightsServiceServicer):
             files=files,
             base_weight_version=plan.base_weight_version,
             serves_ranges=SERVES_RANGES,
+            fabric_group=group,
         )
+
+    async def _place(self, request: NegotiateRequest, weight_version: int) -> FabricGroup | None:
+        """The receiver's place among those that are sent the version at once; None: it fetches it."""
+        assert self._fabric is not None
+        return await self._fabric.place(request.receiver, request.fabric_group, self._store.versions[weight_version])
 
     async def _plan(self, request: NegotiateRequest) -> TransferPlan:
         """A relay looks again when what is asked for may be on its way to it."""
@@ -191,8 +210,15 @@ class WeightsServicer(WeightsServiceServicer):
             await self._arrivals.wait_for_next(_NEXT_ARRIVAL_S)
         return self._plan_now(request)
 
-    def _plan_now(self, request: NegotiateRequest) -> TransferPlan:
-        return negotiate(self._manifests(), request, anchor_every=self._anchor_every, relays=self._receivers.relays())
+    def _plan_now(self, request: NegotiateRequest, *, over_fabric: bool = True) -> TransferPlan:
+        fabric = self._fabric if over_fabric else None
+        return negotiate(
+            self._manifests(),
+            request,
+            anchor_every=self._anchor_every,
+            relays=self._receivers.relays(),
+            fabric=None if fabric is None else fabric.offer(self._store.versions),
+        )
 
     async def Fetch(self, request: FetchRequest, context: Context) -> AsyncIterator[bytes]:  # type: ignore[override]
         """Yields its responses serialised: see `register`."""

@@ -2,13 +2,16 @@
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from streamrl import service
+from streamrl.fabric import member
 from streamrl.rpc.server import Server
 from weights_svc.announcements import Announcements
 from weights_svc.arrivals import Arrivals
 from weights_svc.control_servicer import SERVICE_NAME, WeightsServicer
+from weights_svc.fabric_sender import FabricSender
 from weights_svc.ledger import Ledger
 from weights_svc.pacing import Pacer
 from weights_svc.receivers import Receivers
@@ -41,8 +44,16 @@ def folder_of(settings: WeightsServiceSettings) -> Path:
     return settings.run.folder / (f"weights-{settings.run.site or 'relay'}" if is_relay else "weights")
 
 
-async def serve(settings: WeightsServiceSettings, instance: str, stop: asyncio.Event) -> None:
+async def serve(
+    settings: WeightsServiceSettings,
+    instance: str,
+    stop: asyncio.Event,
+    member_command: Sequence[str] = member.COMMAND,
+) -> None:
     """Hands out the versions in the run's folder until `stop` is set; a relay brings them from its upstream.
+
+    Args:
+        member_command: tests have a fabric of their own.
 
     Raises:
         ValueError: the address is taken.
@@ -63,6 +74,11 @@ async def serve(settings: WeightsServiceSettings, instance: str, stop: asyncio.E
                 ending.push_async_callback(upstream.close)
                 pacer = Pacer(settings.weights.max_bytes_per_s)
                 relay = RelayLoop(upstream, store, ledger, receivers, announcements, arrivals, retention, pacer)
+            fabric: FabricSender | None = None
+            if settings.weights.fabric:
+                place = member.FabricMember(member_command)
+                fabric = FabricSender(settings.weights.fabric, settings.run.site, place, ledger)
+                ending.push_async_callback(fabric.close)
             servicer = WeightsServicer(
                 settings.run.id,
                 store,
@@ -72,6 +88,7 @@ async def serve(settings: WeightsServiceSettings, instance: str, stop: asyncio.E
                 arrivals,
                 retention,
                 relay,
+                fabric,
                 chunk_bytes=settings.weights.chunk_bytes,
                 anchor_every=settings.weights.anchor_every,
             )

@@ -9,6 +9,7 @@ from streamrl.errors import UnavailableError
 from streamrl.v1.weights_pb2 import (
     TRANSFER_FORMAT_DELTA,
     TRANSFER_FORMAT_FULL,
+    TRANSFER_FORMAT_NCCL,
     NegotiateRequest,
     TransferFormat,
     VersionManifest,
@@ -23,6 +24,15 @@ class Relay:
     site: str
     address: str
     """host:port where it hands them out."""
+
+
+@dataclass(frozen=True, slots=True)
+class FabricOffer:
+    """What this service can send to the receivers of one fabric at once."""
+
+    fabric: str
+    site: str
+    weight_versions: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +55,7 @@ def negotiate(
     *,
     anchor_every: int = 0,
     relays: Collection[Relay] = (),
+    fabric: FabricOffer | None = None,
 ) -> TransferPlan:
     """Plans a transfer.
 
@@ -52,12 +63,15 @@ def negotiate(
     that holds another version and takes differences gets one, unless that version is not here, is here with another
     digest, or an anchor lies between the two. A receiver that holds nothing here has in common gets the whole version,
     from the relay of its own site where there is one. A relay itself is sent to nobody else: two of one site would
-    wait for each other.
+    wait for each other. A receiver on the fabric of this service that asks for exactly a version that is offered there,
+    and takes that form, gets it so, whatever else it holds or takes; whether all others come too is seen afterwards
+    (rendezvous.py).
 
     Args:
         versions: what can be handed out here, by weight version.
         anchor_every: versions that are multiples of this go in full; 0: none has to.
         relays: those that are there now.
+        fabric: what can be sent by NCCL now; None: nothing.
 
     Raises:
         ValueError: the receiver understands no form that there is.
@@ -73,6 +87,8 @@ def negotiate(
     held_version = request.held_weight_version
     if holds_any and held_version == weight_version and request.held_digest == offered.digest:
         return TransferPlan(weight_version, TRANSFER_FORMAT_FULL, 0)
+    if fabric is not None and _shares(fabric, request) and weight_version in fabric.weight_versions:
+        return TransferPlan(weight_version, TRANSFER_FORMAT_NCCL, offered.num_bytes)
     base = versions.get(held_version) if holds_any and TRANSFER_FORMAT_DELTA in formats else None
     if (
         base is not None
@@ -91,6 +107,16 @@ def negotiate(
 def crosses_anchor(base_weight_version: int, weight_version: int, anchor_every: int) -> bool:
     """Whether a multiple of `anchor_every` lies behind the one and not behind the other."""
     return anchor_every > 0 and base_weight_version // anchor_every != weight_version // anchor_every
+
+
+def _shares(fabric: FabricOffer, request: NegotiateRequest) -> bool:
+    return (
+        TRANSFER_FORMAT_NCCL in request.formats
+        and request.HasField("exact_weight_version")
+        and not request.serving_address
+        and request.fabric == fabric.fabric != ""
+        and request.site == fabric.site
+    )
 
 
 def _choose(versions: Mapping[int, VersionManifest], request: NegotiateRequest) -> int:

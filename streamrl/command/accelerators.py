@@ -58,7 +58,9 @@ def gpu_shares(settings: Settings, gpus: Sequence[str]) -> dict[str, dict[str, s
             f"{', which share them' if shared else ''}), and {len(gpus)} are visible: lower these, or change "
             f"{VISIBLE_GPUS}"
         )
-    shares = {"trainer": gpus[:num_ranks], "scheduler": [], "weights": []}
+    # What sends versions by NCCL may share a GPU with the trainer, not with an instance.
+    sends = settings.weights.fabric != "" and not shared
+    shares = {"trainer": gpus[:num_ranks], "scheduler": [], "weights": gpus[:1] if sends else []}
     for index in range(settings.generator.num_instances):
         begin = first + index * width
         shares[f"generator-{index}"] = gpus[begin : begin + width]

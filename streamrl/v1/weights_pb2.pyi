@@ -56,6 +56,10 @@ class _TransferFormatEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper.
     """Whole tensors."""
     TRANSFER_FORMAT_DELTA: _TransferFormat.ValueType  # 2
     """Differences to a version that the receiver holds. A tensor with the digest of its namesake there is not sent."""
+    TRANSFER_FORMAT_NCCL: _TransferFormat.ValueType  # 3
+    """Whole tensors, to all receivers of one fabric at once: one broadcast by NCCL. Only what asks for exactly one version
+    takes part; the answer waits until it is known who does.
+    """
 
 class TransferFormat(_TransferFormat, metaclass=_TransferFormatEnumTypeWrapper):
     """How a receiver may get a version."""
@@ -65,6 +69,10 @@ TRANSFER_FORMAT_FULL: TransferFormat.ValueType  # 1
 """Whole tensors."""
 TRANSFER_FORMAT_DELTA: TransferFormat.ValueType  # 2
 """Differences to a version that the receiver holds. A tensor with the digest of its namesake there is not sent."""
+TRANSFER_FORMAT_NCCL: TransferFormat.ValueType  # 3
+"""Whole tensors, to all receivers of one fabric at once: one broadcast by NCCL. Only what asks for exactly one version
+takes part; the answer waits until it is known who does.
+"""
 global___TransferFormat = TransferFormat
 
 @typing.final
@@ -328,6 +336,9 @@ class NegotiateRequest(google.protobuf.message.Message):
     WITH_FILES_FIELD_NUMBER: builtins.int
     SERVING_ADDRESS_FIELD_NUMBER: builtins.int
     UNREACHABLE_ADDRESSES_FIELD_NUMBER: builtins.int
+    FABRIC_FIELD_NUMBER: builtins.int
+    FABRIC_GROUP_FIELD_NUMBER: builtins.int
+    FAILED_GROUP_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     attempt: builtins.int
     receiver: builtins.str
@@ -343,6 +354,12 @@ class NegotiateRequest(google.protobuf.message.Message):
     """Ask for the model's files too."""
     serving_address: builtins.str
     """Where the receiver, a relay, hands out versions itself, host:port; empty: it does not."""
+    fabric: builtins.str
+    """Form NCCL: the network between GPUs that the receiver is on. Those of one name at one site reach each other by NCCL."""
+    fabric_group: builtins.bytes
+    """The unique id of the group that the receiver is in. A group of which one is not in it any more begins anew."""
+    failed_group: builtins.bytes
+    """The unique id of a group that has failed the receiver: nothing more is sent in it."""
     @property
     def formats(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___TransferFormat.ValueType]:
         """Forms it understands."""
@@ -366,9 +383,12 @@ class NegotiateRequest(google.protobuf.message.Message):
         with_files: builtins.bool = ...,
         serving_address: builtins.str = ...,
         unreachable_addresses: collections.abc.Iterable[builtins.str] | None = ...,
+        fabric: builtins.str = ...,
+        fabric_group: builtins.bytes = ...,
+        failed_group: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_exact_weight_version", b"_exact_weight_version", "_held_weight_version", b"_held_weight_version", "exact_weight_version", b"exact_weight_version", "held_weight_version", b"held_weight_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_exact_weight_version", b"_exact_weight_version", "_held_weight_version", b"_held_weight_version", "attempt", b"attempt", "exact_weight_version", b"exact_weight_version", "formats", b"formats", "held_digest", b"held_digest", "held_weight_version", b"held_weight_version", "min_weight_version", b"min_weight_version", "receiver", b"receiver", "run_id", b"run_id", "serving_address", b"serving_address", "site", b"site", "unreachable_addresses", b"unreachable_addresses", "with_files", b"with_files"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_exact_weight_version", b"_exact_weight_version", "_held_weight_version", b"_held_weight_version", "attempt", b"attempt", "exact_weight_version", b"exact_weight_version", "fabric", b"fabric", "fabric_group", b"fabric_group", "failed_group", b"failed_group", "formats", b"formats", "held_digest", b"held_digest", "held_weight_version", b"held_weight_version", "min_weight_version", b"min_weight_version", "receiver", b"receiver", "run_id", b"run_id", "serving_address", b"serving_address", "site", b"site", "unreachable_addresses", b"unreachable_addresses", "with_files", b"with_files"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_exact_weight_version", b"_exact_weight_version"]) -> typing.Literal["exact_weight_version"] | None: ...
     @typing.overload
@@ -389,6 +409,7 @@ class NegotiateResponse(google.protobuf.message.Message):
     FILES_FIELD_NUMBER: builtins.int
     BASE_WEIGHT_VERSION_FIELD_NUMBER: builtins.int
     SERVES_RANGES_FIELD_NUMBER: builtins.int
+    FABRIC_GROUP_FIELD_NUMBER: builtins.int
     format: global___TransferFormat.ValueType
     transfer_bytes: builtins.int
     """Bytes of data that Fetch will send, in form DELTA at most; 0 when the receiver already holds this version."""
@@ -402,6 +423,10 @@ class NegotiateResponse(google.protobuf.message.Message):
     def manifest(self) -> global___VersionManifest: ...
     @property
     def files(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ModelFile]: ...
+    @property
+    def fabric_group(self) -> global___FabricGroup:
+        """Form NCCL: where the receiver's place is. It does not fetch, it is sent the version there."""
+
     def __init__(
         self,
         *,
@@ -412,11 +437,38 @@ class NegotiateResponse(google.protobuf.message.Message):
         files: collections.abc.Iterable[global___ModelFile] | None = ...,
         base_weight_version: builtins.int = ...,
         serves_ranges: builtins.bool = ...,
+        fabric_group: global___FabricGroup | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["manifest", b"manifest"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["base_weight_version", b"base_weight_version", "files", b"files", "format", b"format", "manifest", b"manifest", "serves_ranges", b"serves_ranges", "source_address", b"source_address", "transfer_bytes", b"transfer_bytes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["fabric_group", b"fabric_group", "manifest", b"manifest"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["base_weight_version", b"base_weight_version", "fabric_group", b"fabric_group", "files", b"files", "format", b"format", "manifest", b"manifest", "serves_ranges", b"serves_ranges", "source_address", b"source_address", "transfer_bytes", b"transfer_bytes"]) -> None: ...
 
 global___NegotiateResponse = NegotiateResponse
+
+@typing.final
+class FabricGroup(google.protobuf.message.Message):
+    """A group of NCCL ranks: rank 0 sends, every receiver is one of the others. It stays for later versions as long as
+    the same receivers take part.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    UNIQUE_ID_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    WORLD_SIZE_FIELD_NUMBER: builtins.int
+    unique_id: builtins.bytes
+    """By which NCCL's ranks find each other, 128 bytes, made by rank 0. One group, one id."""
+    rank: builtins.int
+    world_size: builtins.int
+    def __init__(
+        self,
+        *,
+        unique_id: builtins.bytes = ...,
+        rank: builtins.int = ...,
+        world_size: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["rank", b"rank", "unique_id", b"unique_id", "world_size", b"world_size"]) -> None: ...
+
+global___FabricGroup = FabricGroup
 
 @typing.final
 class FetchRequest(google.protobuf.message.Message):

@@ -28,6 +28,13 @@ def test_trainer_and_instances_get_gpus_of_their_own() -> None:
     }
 
 
+def test_weights_svc_gets_one_of_the_trainers_to_send_from_but_none_that_an_instance_has() -> None:
+    for mode, share in (("async", "0"), ("colocated", "")):
+        settings = settings_of(mode, ranks=2, instances=2)
+        settings = settings.model_copy(update={"weights": settings.weights.model_copy(update={"fabric": "ib0"})})
+        assert gpu_shares(settings, ["0", "1", "2", "3"])["weights"] == {"CUDA_VISIBLE_DEVICES": share}
+
+
 def test_colocated_stages_share_them() -> None:
     shares = gpu_shares(settings_of("colocated", ranks=2, instances=2), ["3", "5"])
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 
 from streamrl.digest import bytes_digest
+from streamrl.fabric.member import COMMAND
 from streamrl.rpc.channel import open_channel
 from streamrl.rpc.chunks import cut
 from streamrl.v1.weights_pb2 import (
@@ -100,7 +101,10 @@ class RunningService:
         site: str = "",
         anchor_every: int = 100,
         max_bytes_per_s: float = 0.0,
+        fabric: str = "",
+        member_command: Sequence[str] = COMMAND,
     ) -> None:
+        self._member_command = member_command
         self.settings = WeightsServiceSettings.model_validate(
             {
                 "run": {"id": RUN_ID, "dir": run_folder, "site": site},
@@ -111,6 +115,7 @@ class RunningService:
                     "upstream": upstream,
                     "anchor_every": anchor_every,
                     "max_bytes_per_s": max_bytes_per_s,
+                    "fabric": fabric,
                 },
             }
         )
@@ -125,7 +130,7 @@ class RunningService:
         async def run() -> None:
             self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
             ready.set()
-            await serve(self.settings, "weights_svc", self._stop)
+            await serve(self.settings, "weights_svc", self._stop, self._member_command)
 
         self._thread = threading.Thread(target=lambda: asyncio.run(run()))
         self._thread.start()

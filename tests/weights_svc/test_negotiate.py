@@ -8,12 +8,13 @@ from streamrl.errors import UnavailableError
 from streamrl.v1.weights_pb2 import (
     TRANSFER_FORMAT_DELTA,
     TRANSFER_FORMAT_FULL,
+    TRANSFER_FORMAT_NCCL,
     TRANSFER_FORMAT_UNSPECIFIED,
     NegotiateRequest,
     TensorInfo,
     VersionManifest,
 )
-from weights_svc.negotiate import Relay, TransferPlan, crosses_anchor, negotiate
+from weights_svc.negotiate import FabricOffer, Relay, TransferPlan, crosses_anchor, negotiate
 
 
 def version(digest: str, num_bytes: int = 0, **digests: str) -> VersionManifest:
@@ -185,3 +186,51 @@ def test_a_plan_is_what_was_asked_for_or_a_refusal_says_why(versions, held, dige
         assert plan.base_weight_version == held and versions[held].digest == digest
     else:
         assert plan.transfer_bytes == (0 if same else offered.num_bytes)
+
+
+OFFER = FabricOffer("ib0", "west", frozenset({4, 5}))
+ON_FABRIC = {"fabric": "ib0", "site": "west", "exact_weight_version": 5}
+ALL = [*BOTH, TRANSFER_FORMAT_NCCL]
+
+
+def test_a_receiver_on_the_fabric_is_sent_the_version_there():
+    assert negotiate(VERSIONS, ask(ALL, **ON_FABRIC), fabric=OFFER) == TransferPlan(5, TRANSFER_FORMAT_NCCL, 50)
+
+
+def test_the_fabric_comes_before_a_difference_and_before_a_relay():
+    request = ask(ALL, **ON_FABRIC, held_weight_version=4, held_digest="four")
+    assert negotiate(VERSIONS, request, fabric=OFFER, relays=RELAYS) == TransferPlan(5, TRANSFER_FORMAT_NCCL, 50)
+
+
+def test_what_a_receiver_on_the_fabric_holds_already_is_not_sent_again():
+    request = ask(ALL, **ON_FABRIC, held_weight_version=5, held_digest="five")
+    assert negotiate(VERSIONS, request, fabric=OFFER) == TransferPlan(5, TRANSFER_FORMAT_FULL, 0)
+
+
+@pytest.mark.parametrize(
+    "differs",
+    [
+        {"formats": BOTH},
+        {"fabric": "ib1"},
+        {"fabric": ""},
+        {"site": "east"},
+        {"site": ""},
+        {"exact_weight_version": 3},
+        {"exact_weight_version": None},
+        {"serving_address": "west:9"},
+    ],
+)
+def test_where_anything_does_not_fit_the_plan_is_the_one_without_a_fabric(differs: dict):
+    request = ask(**({"formats": ALL} | ON_FABRIC | differs))
+    plan = negotiate(VERSIONS, request, fabric=OFFER)
+    assert plan == negotiate(VERSIONS, request)
+    assert plan.format == TRANSFER_FORMAT_FULL
+
+
+def test_a_service_without_a_fabric_or_whose_own_has_no_name_sends_nothing_there():
+    request = ask(ALL, **ON_FABRIC)
+    assert negotiate(VERSIONS, request).format == TRANSFER_FORMAT_FULL
+    nameless = FabricOffer("", "west", frozenset({5}))
+    for name in ("", "ib0"):
+        request = ask(ALL, **(ON_FABRIC | {"fabric": name}))
+        assert negotiate(VERSIONS, request, fabric=nameless).format == TRANSFER_FORMAT_FULL
