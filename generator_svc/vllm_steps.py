@@ -21,6 +21,7 @@ class StepRecorder(PrometheusStatLogger):  # type: ignore[misc]
         """Sequences inside the engine that have begun, after the last step."""
         self.latencies = StepLatencies()
         self._cache = vllm_config.cache_config
+        self._held_tokens = 0.0
         self._interruptions = InterruptionMeter()
         self._resumed_s = time.monotonic()
 
@@ -35,6 +36,8 @@ class StepRecorder(PrometheusStatLogger):  # type: ignore[misc]
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
         """Called by vLLM after each step."""
+        # The cache after a step lacks what ended in it, the cache before lacks what joined.
+        held_before, self._held_tokens = self._held_tokens, self._held_after(scheduler_stats)
         if scheduler_stats is not None:
             self.running = scheduler_stats.num_running_reqs
         # Seconds since their last token, of all sequences that got a token in this step and were not in their first.
@@ -43,14 +46,14 @@ class StepRecorder(PrometheusStatLogger):  # type: ignore[misc]
             return
         now_s = time.monotonic()
         if (step_s := min(intervals)) < now_s - self._resumed_s:
-            self.latencies.add(len(intervals), step_s, held_tokens=self._held_tokens(scheduler_stats))
+            self.latencies.add(len(intervals), step_s, held_tokens=max(held_before, self._held_tokens))
         if (interruption := self._interruptions.step(intervals, now_s)) is not None:
             logger.info("%s", interruption)
 
-    def _held_tokens(self, scheduler_stats: Any) -> float:
+    def _held_after(self, scheduler_stats: Any) -> float:
         """In the cache's blocks that are in use."""
         if scheduler_stats is None:
-            return 0.0
+            return self._held_tokens
         return float(scheduler_stats.kv_cache_usage * (self._cache.num_gpu_blocks or 0) * self._cache.block_size)
 
     def log_engine_initialized(self) -> None:
