@@ -191,7 +191,7 @@ class FakeEngine:
                 self._instance.stand_until(begins_s + self._recompute_token_s * self._instance.held_tokens)
                 self._go_on()
         finally:
-            fetched.buffer.close()
+            fetched.close()
         return SwitchReport(manifest.weight_version, manifest.digest, fetched.fetch_s, time.monotonic() - started)
 
     def running(self) -> int:

@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 
 
 class Prefetcher:
-    """Holds at most one version that is on its way or has arrived, and with `keep_base` the one that was taken last.
-    Lives on one event loop."""
+    """Holds at most one version that is on its way or has arrived, what later versions are adapters of, and with
+    `keep_base` the version that was taken last. Lives on one event loop."""
 
     def __init__(self, source: WeightSource, fabric: FabricReceiver | None = None) -> None:
         """
@@ -29,6 +29,7 @@ class Prefetcher:
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="weight-fetch")
         self._manifest: VersionManifest | None = None
         self._base: VersionBuffer | None = None
+        self._adapted: VersionBuffer | None = None
         self._fetch: WeightFetch | None = None
         self._result: asyncio.Future[FetchedVersion] | None = None
 
@@ -42,7 +43,7 @@ class Prefetcher:
         if self._fabric is not None:
             self._fabric.start()
         base = None if self._base is None else self._base.share()
-        fetch = WeightFetch(self._source, manifest, base, self._fabric)
+        fetch = WeightFetch(self._source, manifest, base, self._fabric, self._adapted_by(manifest))
         self._manifest, self._fetch = manifest, fetch
         self._result = asyncio.get_running_loop().run_in_executor(self._threads, fetch.run)
         self._result.add_done_callback(_log_failure)
@@ -66,14 +67,31 @@ class Prefetcher:
             raise WeightTransferError(f"version {manifest.weight_version} was dropped for another one")
         self._manifest = self._fetch = self._result = None
         if self._source.keep_base:
-            self._forget_base()
+            if self._base is not None:
+                self._base.close()
             self._base = fetched.buffer.share()
+        self._keep_adapted(fetched)
         return fetched
+
+    def _adapted_by(self, manifest: VersionManifest) -> VersionBuffer | None:
+        """What the version's adapters are added to, if it is kept."""
+        kept = self._adapted
+        return kept.share() if kept is not None and kept.manifest.digest == manifest.adapter.base_digest else None
+
+    def _keep_adapted(self, fetched: FetchedVersion) -> None:
+        """Keeps what later versions are adapters of, and nothing of the kind once versions come whole."""
+        adapted = fetched.buffer if fetched.manifest.is_base else fetched.adapted
+        kept, self._adapted = self._adapted, None if adapted is None else adapted.share()
+        if kept is not None:
+            kept.close()
 
     def forget(self) -> None:
         """Ends what is on its way, and gives back what has arrived and what is kept."""
         self._drop()
-        self._forget_base()
+        for kept in (self._base, self._adapted):
+            if kept is not None:
+                kept.close()
+        self._base = self._adapted = None
 
     def close(self) -> None:
         """As `forget`, for good."""
@@ -81,11 +99,6 @@ class Prefetcher:
         if self._fabric is not None:
             self._fabric.close()
         self._threads.shutdown(wait=False)
-
-    def _forget_base(self) -> None:
-        if self._base is not None:
-            self._base.close()
-            self._base = None
 
     def _failed(self) -> bool:
         result = self._result
@@ -105,7 +118,7 @@ def _name(manifest: VersionManifest) -> tuple[int, str]:
 
 def _close_buffer(result: "asyncio.Future[FetchedVersion]") -> None:
     with contextlib.suppress(WeightTransferError, asyncio.CancelledError):
-        result.result().buffer.close()
+        result.result().close()
 
 
 def _log_failure(result: "asyncio.Future[FetchedVersion]") -> None:

@@ -228,13 +228,19 @@ class VllmEngine:
                     raise EngineDiedError(f"loading version {manifest.weight_version} failed: {error}") from error
                 switch_s = time.monotonic() - started
         finally:
-            fetched.buffer.close()
+            fetched.close()
         return SwitchReport(manifest.weight_version, manifest.digest, fetched.fetch_s, switch_s)
 
     async def _replace_weights(self, fetched: FetchedVersion) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        update = {"path": fetched.buffer.path, "manifest": fetched.manifest.SerializeToString()}
+        update: dict[str, object] = {
+            "path": fetched.buffer.path,
+            "manifest": fetched.manifest.SerializeToString(),
+        }
+        if fetched.adapted is not None:
+            update["adapted_path"] = fetched.adapted.path
+            update["adapted_manifest"] = fetched.adapted.manifest.SerializeToString()
         await self._alive(self._llm.start_weight_update())
         await self._alive(self._llm.update_weights(WeightTransferUpdateRequest(update)))
         await self._alive(self._llm.finish_weight_update(str(fetched.manifest.weight_version)))

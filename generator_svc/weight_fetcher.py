@@ -1,4 +1,5 @@
-"""Fetches one weight version from weights_svc into host memory, every tensor checked against its digest.
+"""Fetches one weight version from weights_svc into host memory, every tensor checked against its digest. Where the
+version has adapters alone, what they are added to comes first, unless it is kept.
 
 A broken stream goes on from the last chunk that arrived whole; a tensor that arrived damaged is fetched again; a source
 that the service points to and that does not answer is left for another. This is the blocking half, for a thread of its
@@ -18,6 +19,7 @@ import grpc
 from generator_svc.fabric_receiver import FabricReceiver
 from generator_svc.version_assembly import DamagedTensorError, VersionAssembly
 from generator_svc.version_buffer import VersionBuffer
+from streamrl.adapters import why_unfit
 from streamrl.digest import version_digest
 from streamrl.errors import FabricError, RefusedError, StreamRLError, UnavailableError, WeightTransferError
 from streamrl.rpc.channel import open_channel
@@ -66,15 +68,23 @@ class WeightSource:
 
 @dataclass(frozen=True, slots=True)
 class FetchedVersion:
-    """A version that lies whole and checked in host memory. Close the buffer after loading it."""
+    """A version that lies whole and checked in host memory. Close it after loading it."""
 
     buffer: VersionBuffer
     fetch_s: float
     """From the negotiation to the last byte."""
+    adapted: VersionBuffer | None = None
+    """Where the version has adapters: what they are added to."""
 
     @property
     def manifest(self) -> VersionManifest:
         return self.buffer.manifest
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self.buffer.close()
+        if self.adapted is not None:
+            self.adapted.close()
 
 
 class WeightFetch:
@@ -86,15 +96,19 @@ class WeightFetch:
         manifest: VersionManifest,
         base: VersionBuffer | None = None,
         fabric: FabricReceiver | None = None,
+        adapted: VersionBuffer | None = None,
     ) -> None:
         """
         Args:
             base: an older version: only the differences are fetched. It belongs to this fetch, which closes it.
+            adapted: what the version's adapters are added to, where it is here. It becomes part of what is fetched.
             fabric: this instance's place on `WeightSource.fabric`: what comes over it is not fetched.
         """
         self._source = source
         self._base = base
         self._fabric = fabric
+        self._adapted = adapted
+        self._adapted_fetch: WeightFetch | None = None
         self._manifest = manifest
         self._cancelled = threading.Event()
         self._damages = 0
@@ -106,6 +120,8 @@ class WeightFetch:
         self._cancelled.set()
         if (call := self._call) is not None:
             call.cancel()
+        if (adapted_fetch := self._adapted_fetch) is not None:
+            adapted_fetch.cancel()
         if self._fabric is not None:
             self._fabric.cancel(self._manifest)
 
@@ -116,12 +132,55 @@ class WeightFetch:
         """
         started = time.monotonic()
         version = self._manifest.weight_version
-        if version_digest(self._manifest.tensors) != self._manifest.digest:
-            raise WeightTransferError(f"the manifest of version {version} does not agree with its own digest")
+        try:
+            if version_digest(self._manifest.tensors, self._manifest.adapter) != self._manifest.digest:
+                raise WeightTransferError(f"the manifest of version {version} does not agree with its own digest")
+            if self._manifest.HasField("adapter"):
+                self._have_adapted()
+            buffer = self._whole_buffer()
+        except BaseException:
+            if self._adapted is not None:
+                self._adapted.close()
+            raise
+        finally:
+            if self._base is not None:
+                self._base.close()
+        fetch_s, manifest = time.monotonic() - started, self._manifest
+        logger.debug("version=%d fetched: %d bytes in %.3f s", manifest.weight_version, manifest.num_bytes, fetch_s)
+        return FetchedVersion(buffer, fetch_s, self._adapted)
+
+    def _have_adapted(self) -> None:
+        """Fetches what the adapters are added to, unless it is here, and sees whether they fit."""
+        if self._adapted is None:
+            self._adapted_fetch = WeightFetch(self._source, self._adapted_manifest())
+            if self._cancelled.is_set():
+                self._adapted_fetch.cancel()
+            self._adapted = self._adapted_fetch.run().buffer
+        reason = why_unfit(self._adapted.manifest, self._manifest)
+        if reason is not None:
+            raise WeightTransferError(f"version {self._manifest.weight_version} cannot be made: {reason}")
+
+    def _adapted_manifest(self) -> VersionManifest:
+        adapter, patience = self._manifest.adapter, _Patience(self._source.patience_s, self._cancelled)
+        request = self._request(adapter.base_weight_version)
+        while True:
+            try:
+                return self._ask(request, adapter.base_digest).manifest
+            except UnavailableError as error:
+                patience.wait_after(error)
+            except RefusedError as error:
+                raise WeightTransferError(
+                    f"version {self._manifest.weight_version} has adapters for version {adapter.base_weight_version}, "
+                    f"which cannot be fetched: {error}"
+                ) from error
+
+    def _whole_buffer(self) -> VersionBuffer:
+        """The version itself."""
+        version = self._manifest.weight_version
         buffer = VersionBuffer(self._manifest)
         try:
             if self._comes_over_fabric(buffer):
-                return self._fetched(buffer, started)
+                return buffer
             assembly = VersionAssembly(buffer, self._base)
             patience = _Patience(self._source.patience_s, self._cancelled)
             while not assembly.complete:
@@ -140,15 +199,7 @@ class WeightFetch:
         except BaseException:
             buffer.close()
             raise
-        finally:
-            if self._base is not None:
-                self._base.close()
-        return self._fetched(buffer, started)
-
-    def _fetched(self, buffer: VersionBuffer, started: float) -> FetchedVersion:
-        fetch_s, manifest = time.monotonic() - started, self._manifest
-        logger.debug("version=%d fetched: %d bytes in %.3f s", manifest.weight_version, manifest.num_bytes, fetch_s)
-        return FetchedVersion(buffer, fetch_s)
+        return buffer
 
     def _comes_over_fabric(self, buffer: VersionBuffer) -> bool:
         """Whether the version has come by NCCL, whole and undamaged. If not, for whatever reason, it is fetched.
@@ -215,30 +266,44 @@ class WeightFetch:
             raise UnavailableError(f"weights_svc at {address} ended the stream at tensor {assembly.tensor_index}")
 
     def _negotiate(self, *, over_fabric: bool = False) -> NegotiateResponse:
+        request = self._request(self._manifest.weight_version)
+        if over_fabric and self._fabric is not None:
+            request.formats.append(TRANSFER_FORMAT_NCCL)
+            request.fabric, request.fabric_group = self._source.fabric, self._fabric.group
+        if self._base is not None and self._damages == 0:
+            request.formats.append(TRANSFER_FORMAT_DELTA)
+            request.held_weight_version = self._base.manifest.weight_version
+            request.held_digest = self._base.manifest.digest
+        return self._ask(request, self._manifest.digest)
+
+    def _request(self, weight_version: int) -> NegotiateRequest:
+        """For a whole version."""
         source = self._source
-        request = NegotiateRequest(
+        return NegotiateRequest(
             run_id=source.run_id,
             attempt=source.attempt,
             receiver=source.receiver,
             site=source.site,
             formats=[TRANSFER_FORMAT_FULL],
-            exact_weight_version=self._manifest.weight_version,
+            exact_weight_version=weight_version,
             unreachable_addresses=self._unreachable,
             failed_group=b"" if self._fabric is None else self._fabric.failed_group,
         )
-        if over_fabric and self._fabric is not None:
-            request.formats.append(TRANSFER_FORMAT_NCCL)
-            request.fabric, request.fabric_group = source.fabric, self._fabric.group
-        if self._base is not None and self._damages == 0:
-            request.formats.append(TRANSFER_FORMAT_DELTA)
-            request.held_weight_version = self._base.manifest.weight_version
-            request.held_digest = self._base.manifest.digest
-        with open_channel(source.address) as channel, peer_errors(f"weights_svc at {source.address}"):
+
+    def _ask(self, request: NegotiateRequest, digest: str) -> NegotiateResponse:
+        """The plan for a version with this digest.
+
+        Raises:
+            RefusedError: it is not there.
+            UnavailableError: weights_svc does not answer.
+        """
+        address = self._source.address
+        with open_channel(address) as channel, peer_errors(f"weights_svc at {address}"):
             answer = WeightsServiceStub(channel).Negotiate.future(request, timeout=_NEGOTIATE_DEADLINE_S)
             with self._cancellable(answer):
                 plan: NegotiateResponse = answer.result()
-        if plan.manifest.digest != self._manifest.digest:
-            raise RefusedError(f"it holds digest {plan.manifest.digest} instead of {self._manifest.digest}")
+        if plan.manifest.digest != digest:
+            raise RefusedError(f"it holds digest {plan.manifest.digest} instead of {digest}")
         return plan
 
     @contextmanager

@@ -16,6 +16,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from generator_svc.version_buffer import open_tensors
+from streamrl.adapters import merged_tensors
 from streamrl.v1.weights_pb2 import VersionManifest
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ class VersionUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
     """`VersionBuffer.path`."""
     manifest: bytes
     """A serialized VersionManifest."""
+    adapted_path: str = ""
+    """Where the version has adapters: what they are added to. Likewise."""
+    adapted_manifest: bytes = b""
 
 
 class VersionTransferEngine(WeightTransferEngine[NoInit, VersionUpdate]):  # type: ignore[misc]
@@ -82,7 +86,13 @@ class VersionTransferEngine(WeightTransferEngine[NoInit, VersionUpdate]):  # typ
                 would keep the old values of those without a word.
         """
         manifest = VersionManifest.FromString(update_info.manifest)
-        loaded = self.model.load_weights(open_tensors(update_info.path, manifest))
+        tensors = open_tensors(update_info.path, manifest)
+        if manifest.HasField("adapter"):
+            # Merged here, a tensor at a time: what is added to is in host memory once, and on the device never whole.
+            adapted = VersionManifest.FromString(update_info.adapted_manifest)
+            whole = open_tensors(update_info.adapted_path, adapted)
+            tensors = merged_tensors(whole, tensors, manifest.adapter.scaling, self.device)
+        loaded = self.model.load_weights(tensors)
         missing = self._to_load - loaded if loaded is not None else set()
         if missing:
             raise ValueError(

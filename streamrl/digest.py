@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from blake3 import blake3
 
-from streamrl.v1.weights_pb2 import ModelFile, TensorInfo
+from streamrl.v1.weights_pb2 import Adapter, ModelFile, TensorInfo
 
 _NOT_TOKENIZER = frozenset({"config.json", "generation_config.json"})
 
@@ -19,12 +19,19 @@ def bytes_digest(data: bytes | memoryview) -> str:
     return blake3(data).hexdigest()
 
 
-def version_digest(tensors: Iterable[TensorInfo]) -> str:
-    """BLAKE3, hex, over names, dtypes, shapes and digests of the tensors in their order."""
+def version_digest(tensors: Iterable[TensorInfo], adapter: Adapter | None = None) -> str:
+    """BLAKE3, hex, over names, dtypes, shapes and digests of the tensors in their order.
+
+    Args:
+        adapter: what is added to a base, if the tensors are; an empty message stands for none. The digest covers it
+            too: the same adapters on another base are other weights.
+    """
     digest = blake3()
     for tensor in tensors:
         shape = ",".join(str(size) for size in tensor.shape)
         digest.update(f"{tensor.name}\0{tensor.dtype}\0{shape}\0{tensor.digest}\n".encode())
+    if adapter is not None and adapter.base_digest:
+        digest.update(f"\0adapter\0{adapter.base_digest}\0{adapter.scaling.hex()}\n".encode())
     return digest.hexdigest()
 
 

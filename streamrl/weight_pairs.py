@@ -9,6 +9,11 @@ from dataclasses import dataclass
 from streamrl.v1.weights_pb2 import TensorInfo, VersionManifest
 
 
+def comparable(base: VersionManifest, target: VersionManifest) -> bool:
+    """Whether a difference between the two means anything: both are weights, or adapters of the same base."""
+    return base.adapter.base_digest == target.adapter.base_digest
+
+
 @dataclass(frozen=True, slots=True)
 class Pair:
     """One tensor of the new version, and its namesake in the old one."""

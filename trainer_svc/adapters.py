@@ -1,17 +1,21 @@
 """LoRA (arXiv 2106.09685) with peft: small matrices that learn beside weights that stay as they are.
 
-What leaves the trainer is merged, W + alpha / rank x B A, computed for each version from the frozen W: generators, and
-whoever loads the final model, see a plain model. Adapters are not published by themselves.
+What leaves the trainer is merged, W + alpha / rank x B A, computed for each version from the frozen W, so that whoever
+loads it sees a plain model; or the frozen weights once, and then A and B alone, for generators that compute the same
+sum (streamrl/adapters.py).
 """
 
 import contextlib
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
+
+from streamrl.adapters import DOWN_SUFFIX, UP_SUFFIX, merge
+
+WeightForm = Literal["merged", "frozen", "adapters"]
+"""merged: the weights as they are now. frozen: what adapters learn beside. adapters: what is added to that."""
 
 _ADAPTER = "default"
 """peft's name of the one adapter."""
@@ -38,7 +42,9 @@ class PublishedTensor:
     """As transformers has it."""
     base: Tensor
     adapter: Any = None
-    """peft's layer around it, if there is one."""
+    """peft's layer around it, if it has one that is to be merged."""
+    transposed: bool = False
+    """Others see it with its two dimensions exchanged."""
 
     @property
     def parts(self) -> list[Tensor]:
@@ -47,31 +53,14 @@ class PublishedTensor:
             return [self.base]
         return [self.base, self.adapter.lora_A[_ADAPTER].weight, self.adapter.lora_B[_ADAPTER].weight]
 
-    def merged(self) -> Tensor:
-        """Its value, in the base's dtype; summed in float32 or wider."""
-        if self.adapter is None:
-            return self.base.detach()
-        wide = torch.promote_types(self.base.dtype, torch.float32)
-        base, down, up = (part.detach().to(wide) for part in self.parts)
-        # Layers of GPT-2's kind keep their weights as (inputs, outputs).
-        left, right = (down.T, up.T) if self.adapter.fan_in_fan_out else (up, down)
-        merged = torch.addmm(base, left, right, alpha=self.adapter.scaling[_ADAPTER])
-        if self.base.dtype == torch.bfloat16:
-            return _dithered(merged, seed=zlib.crc32(self.name.encode()))
-        return merged.to(self.base.dtype)
-
-
-def _dithered(values: Tensor, seed: int) -> Tensor:
-    """float32 to bfloat16: each element to the number below or above it, by a threshold of its own from 0 to 1 between
-    the two, the same in every version.
-
-    The nearest one would be the frozen weight for as long as an adapter's part is less than half of its last digit, as
-    it is for many steps: the generators would see nothing of what is learnt. So as many elements move as do on average.
-    """
-    generator = torch.Generator(values.device).manual_seed(seed)
-    thresholds = torch.randint(1 << 16, values.shape, generator=generator, dtype=torch.int32, device=values.device)
-    # bfloat16 is the upper half of a float32's bits.
-    return ((values.view(torch.int32) + thresholds) & -(1 << 16)).view(torch.float32).to(torch.bfloat16)
+    def value(self) -> Tensor:
+        """It, in the base's dtype."""
+        if self.adapter is not None:
+            base, down, up = (part.detach() for part in self.parts)
+            # Layers of GPT-2's kind keep their weights as (inputs, outputs).
+            left, right = (down.T, up.T) if self.adapter.fan_in_fan_out else (up, down)
+            return merge(self.name, base, left, right, self.adapter.scaling[_ADAPTER])
+        return self.base.detach().T if self.transposed else self.base.detach()
 
 
 def add_adapters(model: nn.Module, rules: LoraRules) -> None:
@@ -123,8 +112,8 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def published_tensors(model: nn.Module) -> Iterator[PublishedTensor]:
-    """All tensors of a model as others see them, each once (tied ones under the first name), adapters merged."""
+def published_tensors(model: nn.Module, form: WeightForm = "merged") -> Iterator[PublishedTensor]:
+    """All tensors of a model as others see them, each once (tied ones under the first name)."""
     layers = _adapted_layers(model)
     seen: set[int] = set()
     # state_dict, not named_parameters: persistent buffers belong to the model too.
@@ -132,8 +121,23 @@ def published_tensors(model: nn.Module) -> Iterator[PublishedTensor]:
         if id(tensor) in seen or any(part in name for part in _PARTS):
             continue
         seen.add(id(tensor))
-        layer, is_base, last = name.rpartition(_BASE)
-        if not is_base:
-            yield PublishedTensor(name, tensor)
+        layer_name, is_base, last = name.rpartition(_BASE)
+        layer = layers[layer_name] if is_base and last == "weight" else None
+        public_name = f"{layer_name}.{last}" if is_base else name
+        if form == "merged":
+            yield PublishedTensor(public_name, tensor, layer)
+        elif form == "frozen":
+            yield PublishedTensor(public_name, tensor)
+        elif layer is not None:
+            yield from _halves(public_name, layer)
         else:
-            yield PublishedTensor(f"{layer}.{last}", tensor, layers[layer] if last == "weight" else None)
+            # What nobody is sent must not change.
+            assert not tensor.requires_grad, f"{name} learns as a whole, beside adapters that are published alone"
+
+
+def _halves(name: str, layer: Any) -> Iterator[PublishedTensor]:
+    """A layer's adapter, as the two matrices whose product is added to its weight."""
+    down, up = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
+    left, right = (down, up) if layer.fan_in_fan_out else (up, down)
+    yield PublishedTensor(name + UP_SUFFIX, left, transposed=layer.fan_in_fan_out)
+    yield PublishedTensor(name + DOWN_SUFFIX, right, transposed=layer.fan_in_fan_out)

@@ -43,6 +43,7 @@ from trainer_svc.rollout_intake import RolloutIntake
 from trainer_svc.run_clock import RunClock
 from trainer_svc.run_log import Continued, RunLog, TrackedStatus, Tracker
 from trainer_svc.settings import TrainerSettings
+from trainer_svc.snapshots import AdapterVersions, Snapshots, WholeVersions
 from trainer_svc.summary import RunStatus, RunTotals, summarise, write_summary
 from trainer_svc.task import Task
 from trainer_svc.train_loop import LoopSettings, Parts, TrainLoop
@@ -203,6 +204,7 @@ def _assemble(
             left=state.open_evaluations,
         ),
         publisher=publisher,
+        snapshots=_snapshots(settings, learner, publisher),
         watch=watch,
         run_log=run_log,
         answer_table=AnswerTable(task.describe, settings.mlflow.sample_answers),
@@ -263,6 +265,13 @@ def _publisher(settings: TrainerSettings) -> Publisher:
         deadline_s=settings.rpc.deadline_s,
         patience_s=settings.rpc.patience_s,
     )
+
+
+def _snapshots(settings: TrainerSettings, learner: Learner, publisher: Publisher) -> Snapshots:
+    trainer = settings.trainer
+    if trainer.lora_publish == "adapters":
+        return AdapterVersions(learner, publisher, trainer.adapter_alpha / trainer.lora_rank)
+    return WholeVersions(learner)
 
 
 def _phases(settings: TrainerSettings) -> FleetPhases:

@@ -15,6 +15,7 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
+from trainer_svc.adapters import WeightForm
 from trainer_svc.checkpoint import save_checkpoint
 from trainer_svc.critic import Critic, CriticStats
 from trainer_svc.losses import Aggregation
@@ -129,10 +130,10 @@ class Learner:
         self._say("step_critic", {"global_count": global_count})
         return self._critic.step(global_count)
 
-    def weights(self) -> list[tuple[str, Tensor]]:
-        """CPU copies of all tensors, by name."""
-        self._say("weights")
-        return list(self._policy.weights())
+    def weights(self, form: WeightForm = "merged") -> list[tuple[str, Tensor]]:
+        """CPU copies of all tensors, by name, as `ShardedModel.weights`."""
+        self._say("weights", {"form": form})
+        return list(self._policy.weights(form))
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs of every token but the first of each sequence, before temperature."""
@@ -173,7 +174,7 @@ class Learner:
                 case "step_critic":
                     self._critic.step(facts["global_count"])
                 case "weights":
-                    for _ in self._policy.weights():
+                    for _ in self._policy.weights(facts["form"]):
                         pass
                 case "score":
                     self._policy.score(facts["sequences"])

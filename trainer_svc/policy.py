@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer_svc.adapters import WeightForm
 from trainer_svc.losses import MAX_NAMES, SUM_NAMES, PolicyObjective, policy_loss
 from trainer_svc.microbatches import MicroBatch, attention_mask, empty_micro_batch
 from trainer_svc.optimizer import OptimizerRules
@@ -167,9 +168,9 @@ class Policy:
         rows = logprobs.tolist()
         return [row[: len(sequence) - 1] for row, sequence in zip(rows, sequences, strict=True)]
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, form: WeightForm = "merged") -> Iterator[tuple[str, Tensor]]:
         """As `ShardedModel.weights`."""
-        return self._model.weights()
+        return self._model.weights(form)
 
     def save(self, folder: Path) -> None:
         """As `ShardedModel.save`."""

@@ -11,12 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from streamrl.digest import new_digest
+from streamrl.digest import bytes_digest, new_digest, version_digest
 from streamrl.errors import PublishError, RefusedError, UnavailableError, WeightTransferError
 from streamrl.rpc.channel import open_channel
 from streamrl.rpc.chunks import cut, encode_publish_request
 from streamrl.rpc.errors import peer_errors
 from streamrl.v1.weights_pb2 import (
+    Adapter,
     Canary,
     ListVersionsRequest,
     ModelFile,
@@ -26,6 +27,7 @@ from streamrl.v1.weights_pb2 import (
     PublishResponse,
     RewindRequest,
     TensorInfo,
+    VersionManifest,
 )
 from streamrl.v1.weights_pb2_grpc import WeightsServiceStub
 
@@ -69,6 +71,10 @@ class Snapshot:
     files: Sequence[ModelFile] = ()
     """Config and tokenizer: with the first version of an attempt."""
     canaries: Sequence[Canary] = ()
+    adapter: Adapter | None = None
+    """What the tensors are added to, where they are adapters."""
+    is_base: bool = False
+    """Whether later versions are adapters of this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +121,8 @@ class Publisher:
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._outcomes = _Outcomes()
+        self.base_digest = ""
+        """Of the base that weights_svc holds, as far as is known here; empty: none is."""
 
     def publish(self, snapshot: Snapshot) -> Publication:
         """Publishes a version and waits until it is announced.
@@ -127,6 +135,8 @@ class Publisher:
         num_bytes = sum(info.num_bytes for info in infos)
         started_s, started = time.time(), time.monotonic()
         digest = self._publish_patiently(snapshot, infos)
+        if snapshot.is_base:
+            self.base_digest = digest
         publication = Publication(snapshot.weight_version, digest, num_bytes, started_s, time.monotonic() - started)
         logger.info(
             "version=%d is published: %d bytes in %.2f s", snapshot.weight_version, num_bytes, publication.publish_s
@@ -173,6 +183,38 @@ class Publisher:
         while self._outcomes.publications:
             taken.append(self._outcomes.publications.pop(0))
         return taken
+
+    def provide_base(self, snapshot: Snapshot) -> None:
+        """Has weights_svc hold a base: publishes it, unless it is there. Not beside other versions on their way.
+
+        Raises:
+            PublishError: as `publish`.
+        """
+        infos = [_tensor_info(name, tensor) for name, tensor in snapshot.tensors]
+        for info, (_name, tensor) in zip(infos, snapshot.tensors, strict=True):
+            info.digest = bytes_digest(_tensor_data(tensor))
+        digest = version_digest(infos)
+        held = self._held(snapshot.weight_version)
+        if held is not None and held.is_base and held.digest == digest:
+            self.base_digest = digest
+            return
+        if held is not None and held.is_base:
+            logger.warning(
+                "the weights that adapters learn beside are not those that the run began with: model.path has other "
+                "files now"
+            )
+        self.publish(snapshot)
+
+    def _held(self, weight_version: int) -> VersionManifest | None:
+        """The version as weights_svc holds it; None: it does not, or does not answer (`publish` is patient)."""
+        try:
+            with peer_errors(self._peer):
+                held = WeightsServiceStub(self._channel).ListVersions(
+                    ListVersionsRequest(run_id=self._run_id), timeout=self._deadline_s
+                )
+        except UnavailableError:
+            return None
+        return next((manifest for manifest in held.versions if manifest.weight_version == weight_version), None)
 
     def rewind(self, weight_version: int) -> set[int]:
         """Has weights_svc forget the versions above one, which a resumed run begins with.
@@ -261,6 +303,8 @@ class Publisher:
             tensors=infos,
             files=snapshot.files,
             canaries=snapshot.canaries,
+            adapter=snapshot.adapter,
+            is_base=snapshot.is_base,
         )
         yield PublishRequest(header=header).SerializeToString()
         digests = []

@@ -99,13 +99,17 @@ class TrainerSection(Section):
     and `ppo`: one). drop: the samples that came are counted as dropped.filtered."""
     lora_rank: NonNegativeInt = 0
     """LoRA: adapters of this rank learn beside the model's linear layers, whose own weights stay as they are; gradients
-    and optimizer are those of the adapters alone, and `kl` needs no second model. Generators and the final model get
-    the merged weights. 0: all weights learn."""
+    and optimizer are those of the adapters alone, and `kl` needs no second model. The final model has the merged
+    weights. 0: all weights learn."""
     lora_alpha: PositiveFloat | None = None
     """What an adapter adds is multiplied by `lora_alpha` / `lora_rank`. Left out: twice `lora_rank`."""
     lora_targets: tuple[str, ...] = ()
     """The layers that get adapters, by the last part of their names, such as "q_proj". Empty: every linear layer but
     the output layer."""
+    lora_publish: Literal["merged", "adapters"] = "merged"
+    """What travels of a version. merged: a whole model, the adapters added to its weights. adapters: the adapters alone.
+    The model that they are added to comes once, and each instance keeps it in host memory beside the weights that it
+    generates with, and merges the two when it switches. Not with `weights.fabric`."""
     batch_deadline_s: Annotated[float, Field(ge=0, le=604_800)] = 0.0
     """So many seconds after the iteration before has ended, answers that have not come are dropped (dropped.deadline),
     and their groups are settled without them as `incomplete_groups` says. What is dropped are the longest answers, as
@@ -165,6 +169,11 @@ class TrainerSection(Section):
         if self.lora_rank == 0 and (self.lora_alpha is not None or self.lora_targets):
             given = "lora_targets" if self.lora_alpha is None else "lora_alpha"
             raise ValueError(f"trainer.{given} is set, and trainer.lora_rank is 0: set the rank, such as 16, too")
+        if self.lora_rank == 0 and self.lora_publish == "adapters":
+            raise ValueError(
+                "trainer.lora_publish is adapters, and trainer.lora_rank is 0, so that all weights learn and there are "
+                "none: set the rank, such as 16, too, or leave trainer.lora_publish at merged"
+            )
         if "reference" in self.offload and (self.kl == "none" or self.lora_rank > 0):
             why = "trainer.kl is none" if self.kl == "none" else "with trainer.lora_rank it is the policy itself"
             raise ValueError(f"trainer.offload names the reference, and there is none to move: {why}. Leave it out")
@@ -355,6 +364,11 @@ class TrainerSettings(ServiceSettings):
                 f"data.extra_prompts is {data.extra_prompts}, and up to {self.max_refill_prompts} prompts of a batch "
                 "are replaced: which others are enough is not known before its end. Set trainer.max_refill_prompts "
                 "to 0, or leave data.extra_prompts at 0"
+            )
+        if trainer.lora_publish == "adapters" and self.weights.fabric:
+            raise ValueError(
+                f"trainer.lora_publish is adapters, and weights.fabric is {self.weights.fabric!r}: its broadcasts are of "
+                "whole versions. Leave weights.fabric empty, or trainer.lora_publish at merged"
             )
         if trainer.steps_per_batch > data.prompts_per_batch:
             raise ValueError(

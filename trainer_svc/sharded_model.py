@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer_svc.adapters import PublishedTensor, published_tensors, without_adapters
+from trainer_svc.adapters import PublishedTensor, WeightForm, published_tensors, without_adapters
 from trainer_svc.host_store import HostStore
 from trainer_svc.optimizer import OptimizerRules, learning_rate_at, parameter_groups
 
@@ -200,14 +200,14 @@ class ShardedModel:
         return without_adapters(self._engine.module)
 
     @torch.no_grad()
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, form: WeightForm = "merged") -> Iterator[tuple[str, Tensor]]:
         """Names, as transformers has them, and CPU copies of all tensors, each once (tied ones under the first name),
-        adapters merged.
+        with adapters merged, or only one of the two sides (their names: streamrl/adapters.py).
 
         Rank 0 gets the tensors, in the model's dtype; the others iterate too and get nothing. Under ZeRO-3 no more than
         one bucket of parameters is whole at any time.
         """
-        for bucket in _buckets(published_tensors(self._engine.module)):
+        for bucket in _buckets(published_tensors(self._engine.module, form)):
             with self._gathered([part for tensor in bucket for part in tensor.parts]):
                 # Not yielded from inside: what is gathered must not depend on how fast the caller takes it.
                 copies = _cpu_copies(bucket) if self._rank == 0 else []
@@ -259,7 +259,7 @@ def _buckets(tensors: Iterable[PublishedTensor]) -> Iterator[list[PublishedTenso
 
 
 def _cpu_copies(bucket: Sequence[PublishedTensor]) -> list[tuple[str, Tensor]]:
-    return [(tensor.name, tensor.merged().to("cpu", copy=True).contiguous()) for tensor in bucket]
+    return [(tensor.name, tensor.value().to("cpu", copy=True).contiguous()) for tensor in bucket]
 
 
 def _load_learning(src: Mapping[str, Tensor], dst: nn.Module) -> None:

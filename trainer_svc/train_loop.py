@@ -29,10 +29,11 @@ from trainer_svc.lineage import Lineage, TrainerState
 from trainer_svc.outcome_reporter import OutcomeReporter
 from trainer_svc.pacing import Pacing
 from trainer_svc.prompt_writer import PromptWriter
-from trainer_svc.publisher import Publisher, Snapshot
+from trainer_svc.publisher import Publisher
 from trainer_svc.rollout_intake import RolloutIntake
 from trainer_svc.run_clock import RunClock
 from trainer_svc.run_log import RunLog
+from trainer_svc.snapshots import Snapshots
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class Parts:
     reporter: OutcomeReporter
     evaluations: Evaluations
     publisher: Publisher
+    snapshots: Snapshots
     watch: FleetWatch
     run_log: RunLog
     answer_table: AnswerTable
@@ -237,18 +239,14 @@ class TrainLoop:
             # At most one snapshot is unsent: the memory of a model, not of two.
             parts.publisher.wait()
         started_s = time.monotonic()
-        tensors = parts.learner.weights()
         scores = parts.learner.score(self._canaries) if self._canaries else []
+        canaries = [
+            Canary(token_ids=token_ids, logprobs=logprobs)
+            for token_ids, logprobs in zip(self._canaries, scores, strict=True)
+        ]
+        files = self._model_files if version == self._first_version else ()
+        snapshot = parts.snapshots.take(version, files, canaries)
         self._figures["time/snapshot_s"] = time.monotonic() - started_s
-        snapshot = Snapshot(
-            weight_version=version,
-            tensors=tensors,
-            files=self._model_files if version == self._first_version else (),
-            canaries=[
-                Canary(token_ids=token_ids, logprobs=logprobs)
-                for token_ids, logprobs in zip(self._canaries, scores, strict=True)
-            ],
-        )
         parts.publisher.submit(snapshot)
         if parts.pacing.waits_for_publication:
             with parts.clock.waiting():

@@ -244,8 +244,10 @@ class WeightsServicer(WeightsServiceServicer):
                 yield response.message
                 self._ledger.count_traffic(bytes_full=response.bytes_full, bytes_sent=response.bytes_sent)
             # A stream that breaks says nothing of what it left out: one up to the end speaks for all before it.
-            whole = Position(0, 0) if end is None else first
-            self._ledger.count_traffic(bytes_full=outgoing.bytes_left_out(whole), bytes_sent=0)
+            left_out = outgoing.bytes_left_out(first if end is not None else Position(0, 0))
+            if end is None:
+                left_out += self._base_bytes(stored)
+            self._ledger.count_traffic(bytes_full=left_out, bytes_sent=0)
             to_the_end = end is None
         except WeightTransferError as error:
             await self._retention.drop(stored, error)
@@ -258,6 +260,12 @@ class WeightsServicer(WeightsServiceServicer):
             self._receivers.fetch_ended(receiver, version, to_the_end=to_the_end, now_s=time.monotonic())
             self._ledger.save_traffic()
             self._retention.look()
+
+    def _base_bytes(self, stored: StoredVersion) -> int:
+        """Of what the version's adapters are added to, which the receiver has already; 0 where it has none."""
+        adapter = stored.manifest.adapter
+        base = self._store.versions.get(adapter.base_weight_version) if adapter.base_digest else None
+        return 0 if base is None else base.manifest.num_bytes
 
     async def _fetched_version(self, request: FetchRequest) -> tuple[StoredVersion, Arrival | None]:
         """What is asked for, and how it stands with it if it is still arriving."""

@@ -164,6 +164,8 @@ class IncomingVersion:
             tensors=header.tensors,
             canaries=header.canaries,
             num_bytes=sum(tensor.num_bytes for tensor in header.tensors),
+            adapter=header.adapter if header.HasField("adapter") else None,
+            is_base=header.is_base,
         )
         for tensor, digest, sent in zip(manifest.tensors, self._digests, footer.digests, strict=True):
             if digest != sent:
@@ -172,7 +174,7 @@ class IncomingVersion:
                     f"{digest}"
                 )
             tensor.digest = digest
-        manifest.digest = version_digest(manifest.tensors)
+        manifest.digest = version_digest(manifest.tensors, manifest.adapter)
         return manifest
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from streamrl.v1.weights_pb2 import (
     TransferFormat,
     VersionManifest,
 )
-from streamrl.weight_pairs import differing_bytes
+from streamrl.weight_pairs import comparable, differing_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +61,11 @@ def negotiate(
 
     The newest version is offered if it is at least `min_weight_version`, unless exactly one is asked for. A receiver
     that holds another version and takes differences gets one, unless that version is not here, is here with another
-    digest, or an anchor lies between the two. A receiver that holds nothing here has in common gets the whole version,
-    from the relay of its own site where there is one. A relay itself is sent to nobody else: two of one site would
-    wait for each other. A receiver on the fabric of this service that asks for exactly a version that is offered there,
-    and takes that form, gets it so, whatever else it holds or takes; whether all others come too is seen afterwards
-    (rendezvous.py).
+    digest, is weights where the offered one is adapters, or an anchor lies between the two. A receiver that holds
+    nothing here has in common gets the whole version, from the relay of its own site where there is one. A relay itself
+    is sent to nobody else: two of one site would wait for each other. A receiver on the fabric of this service that
+    asks for exactly a version that is offered there, and takes that form, gets it so, whatever else it holds or takes;
+    whether all others come too is seen afterwards (rendezvous.py).
 
     Args:
         versions: what can be handed out here, by weight version.
@@ -94,6 +94,7 @@ def negotiate(
         base is not None
         and base is not offered
         and base.digest == request.held_digest
+        and comparable(base, offered)
         and not crosses_anchor(held_version, weight_version, anchor_every)
     ):
         return TransferPlan(

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable
 
 from streamrl.errors import RefusedError, StreamRLError, UnavailableError, WeightTransferError
-from streamrl.v1.weights_pb2 import AcknowledgeRequest, WatchResponse
+from streamrl.v1.weights_pb2 import AcknowledgeRequest, Adapter, WatchResponse
 from weights_svc.announcements import Announcements
 from weights_svc.arrivals import Arrivals
 from weights_svc.ledger import Ledger
@@ -203,11 +203,32 @@ class RelayLoop:
             attempt=attempt,
             with_files=self._files_attempt < attempt,
             suspect=self._retention.suspect,
+            bring_base=self._bring_base,
         )
         task = asyncio.create_task(self._carry(transfer, attempt))
         self._transfers[weight_version] = transfer, task
         task.add_done_callback(lambda _task: self._ended(transfer))
         return transfer, task
+
+    async def _bring_base(self, adapter: Adapter) -> None:
+        """Returns when what adapters are added to is here, whole.
+
+        Raises:
+            RefusedError: the upstream does not hold it.
+            WeightTransferError: it came damaged again and again, or the upstream has other weights under its number.
+        """
+        version = adapter.base_weight_version
+        held = self._store.versions.get(version)
+        if held is not None and held.manifest.digest == adapter.base_digest:
+            return
+        _transfer, task = self._begin(version)
+        # Receivers may wait for it as well.
+        brought = await asyncio.shield(task)
+        if brought.manifest.digest != adapter.base_digest:
+            raise WeightTransferError(
+                f"{self._upstream.name} has version {version} with digest {brought.manifest.digest}, and adapters are "
+                f"for {adapter.base_digest}"
+            )
 
     def _ended(self, transfer: Transfer) -> None:
         if (running := self._transfers.get(transfer.weight_version)) is not None and running[0] is transfer:

@@ -98,7 +98,9 @@ class RetentionLoop:
     async def _retire(self) -> None:
         now_s = time.monotonic()
         versions = self._store.versions
-        gone = [versions[v] for v in retired(versions.keys(), self._keep_versions, self._receivers.in_use(now_s))]
+        bases = {version for version, stored in versions.items() if stored.manifest.is_base}
+        in_use = self._receivers.in_use(now_s)
+        gone = [versions[version] for version in retired(versions.keys(), self._keep_versions, in_use, bases)]
         for stored in gone:
             self._store.withdraw(stored)
             self._receivers.forget_version(stored.weight_version)

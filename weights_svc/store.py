@@ -168,12 +168,14 @@ class VersionStore:
 
         Raises:
             FileExistsError: this attempt has published the version with another digest.
+            RefusedError: it has adapters, and what they are added to is not here.
             StaleAttemptError: a higher attempt has been seen meanwhile.
         """
         version = manifest.weight_version
         with self._disk_lock:
             if not from_upstream:
                 self._ledger.check(manifest.attempt)
+                self._check_base(manifest)
             old = self._versions.get(version)
             if old is not None and old.manifest.attempt >= manifest.attempt:
                 if old.manifest.digest == manifest.digest:
@@ -193,6 +195,17 @@ class VersionStore:
             if old is not None and old.path != stored.path:
                 old.path.unlink(missing_ok=True)
         return stored
+
+    def _check_base(self, manifest: VersionManifest) -> None:
+        if not manifest.HasField("adapter"):
+            return
+        adapter = manifest.adapter
+        base = self._versions.get(adapter.base_weight_version)
+        if base is None or base.manifest.digest != adapter.base_digest:
+            raise RefusedError(
+                f"version {manifest.weight_version} has adapters for version {adapter.base_weight_version} with digest "
+                f"{adapter.base_digest}, which is not here: publish that first"
+            )
 
     def adopt(self, stored: StoredVersion, manifest: VersionManifest) -> StoredVersion:
         """A version that is here already, as a higher attempt has published it with the same data.

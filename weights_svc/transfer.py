@@ -6,7 +6,7 @@ A broken stream goes on behind the last chunk that came; a tensor that came dama
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
@@ -17,6 +17,7 @@ from streamrl.rpc.chunks import FetchedChunk, decode_fetch_response
 from streamrl.v1.weights_pb2 import (
     TRANSFER_FORMAT_DELTA,
     TRANSFER_FORMAT_FULL,
+    Adapter,
     FetchRequest,
     ModelFile,
     NegotiateRequest,
@@ -57,11 +58,13 @@ class Transfer:
         attempt: int,
         with_files: bool,
         suspect: Callable[[StoredVersion], None],
+        bring_base: Callable[[Adapter], Awaitable[None]],
     ) -> None:
         """
         Args:
             with_files: take the model's files as well.
             suspect: called with a base that may be damaged.
+            bring_base: brings what the version's tensors are added to, where they are adapters; raises as `run`.
         """
         self.weight_version = weight_version
         self._upstream = upstream
@@ -71,6 +74,7 @@ class Transfer:
         self._attempt = attempt
         self._with_files = with_files
         self._suspect = suspect
+        self._bring_base = bring_base
         self._damages = 0
         self._pause_s = _FIRST_PAUSE_S
         self.bytes_received = 0
@@ -96,6 +100,9 @@ class Transfer:
             return stored
         if held is not None:
             await asyncio.to_thread(self._store.forget, held)
+        if manifest.HasField("adapter"):
+            # First, so that whoever is handed out the one can have the other here.
+            await self._bring_base(manifest.adapter)
         return await self._bring(plan)
 
     async def _bring(self, plan: NegotiateResponse) -> StoredVersion:
@@ -105,6 +112,8 @@ class Transfer:
             attempt=manifest.attempt,
             tensors=manifest.tensors,
             canaries=manifest.canaries,
+            adapter=manifest.adapter if manifest.HasField("adapter") else None,
+            is_base=manifest.is_base,
         )
         digests = [tensor.digest for tensor in manifest.tensors]
         incoming = self._store.receive(header, digests)
@@ -209,7 +218,7 @@ class Transfer:
                 await self._pause(error)
                 continue
             manifest = plan.manifest
-            if version_digest(manifest.tensors) != manifest.digest:
+            if version_digest(manifest.tensors, manifest.adapter) != manifest.digest:
                 raise WeightTransferError(
                     f"the manifest of version {self.weight_version} does not agree with its own digest"
                 )

@@ -19,6 +19,7 @@ from benchmarks.emulation.stages import PREPARE_SHARE
 from streamrl import service
 from streamrl.v1.weights_pb2 import ModelFile
 from trainer_svc import resumption
+from trainer_svc.adapters import WeightForm
 from trainer_svc.control import TrainerControl
 from trainer_svc.data import Prompt
 from trainer_svc.leader import lead
@@ -112,8 +113,9 @@ class EmulatedLearner(Learner):
         numbers: dict[str, Any] = dict.fromkeys((field.name for field in fields(StepStats)), 0)
         return StepStats(**{**numbers, "applied": True, "step": self._num_steps, "reference_kl": 0.0})
 
-    def weights(self) -> list[tuple[str, Tensor]]:
+    def weights(self, form: WeightForm = "merged") -> list[tuple[str, Tensor]]:
         """A small model's: moving them is real, loading them takes what the emulation says."""
+        del form
         if self._emulation.global_barrier and self._num_steps > 0:
             batches = min(self._num_steps + 1, self._num_iterations)
             self._arrivals.wait_for(batches * self._batch_size)

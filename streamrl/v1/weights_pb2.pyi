@@ -153,6 +153,32 @@ class Canary(google.protobuf.message.Message):
 global___Canary = Canary
 
 @typing.final
+class Adapter(google.protobuf.message.Message):
+    """What makes weights of a version whose tensors are adapters: W + scaling x up x down, in the place of each tensor W of
+    the base that has an "up" and a "down" of its name (streamrl/adapters.py).
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BASE_WEIGHT_VERSION_FIELD_NUMBER: builtins.int
+    BASE_DIGEST_FIELD_NUMBER: builtins.int
+    SCALING_FIELD_NUMBER: builtins.int
+    base_weight_version: builtins.int
+    base_digest: builtins.str
+    """Digest of that version."""
+    scaling: builtins.float
+    def __init__(
+        self,
+        *,
+        base_weight_version: builtins.int = ...,
+        base_digest: builtins.str = ...,
+        scaling: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base_digest", b"base_digest", "base_weight_version", b"base_weight_version", "scaling", b"scaling"]) -> None: ...
+
+global___Adapter = Adapter
+
+@typing.final
 class VersionManifest(google.protobuf.message.Message):
     """Everything about a version but its bytes."""
 
@@ -164,15 +190,23 @@ class VersionManifest(google.protobuf.message.Message):
     DIGEST_FIELD_NUMBER: builtins.int
     CANARIES_FIELD_NUMBER: builtins.int
     NUM_BYTES_FIELD_NUMBER: builtins.int
+    ADAPTER_FIELD_NUMBER: builtins.int
+    IS_BASE_FIELD_NUMBER: builtins.int
     weight_version: builtins.int
     attempt: builtins.int
     digest: builtins.str
-    """BLAKE3, hex, over names, dtypes, shapes and digests of the tensors in their order."""
+    """BLAKE3, hex, over names, dtypes, shapes and digests of the tensors in their order, and over the adapter, if any."""
     num_bytes: builtins.int
+    is_base: builtins.bool
+    """Later versions are adapters of this one: it is held as long as the run lasts."""
     @property
     def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TensorInfo]: ...
     @property
     def canaries(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Canary]: ...
+    @property
+    def adapter(self) -> global___Adapter:
+        """Absent: the tensors are the weights themselves."""
+
     def __init__(
         self,
         *,
@@ -182,8 +216,11 @@ class VersionManifest(google.protobuf.message.Message):
         digest: builtins.str = ...,
         canaries: collections.abc.Iterable[global___Canary] | None = ...,
         num_bytes: builtins.int = ...,
+        adapter: global___Adapter | None = ...,
+        is_base: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "canaries", b"canaries", "digest", b"digest", "num_bytes", b"num_bytes", "tensors", b"tensors", "weight_version", b"weight_version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["adapter", b"adapter"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "attempt", b"attempt", "canaries", b"canaries", "digest", b"digest", "is_base", b"is_base", "num_bytes", b"num_bytes", "tensors", b"tensors", "weight_version", b"weight_version"]) -> None: ...
 
 global___VersionManifest = VersionManifest
 
@@ -227,9 +264,12 @@ class PublishHeader(google.protobuf.message.Message):
     TENSORS_FIELD_NUMBER: builtins.int
     FILES_FIELD_NUMBER: builtins.int
     CANARIES_FIELD_NUMBER: builtins.int
+    ADAPTER_FIELD_NUMBER: builtins.int
+    IS_BASE_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     attempt: builtins.int
     weight_version: builtins.int
+    is_base: builtins.bool
     @property
     def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TensorInfo]:
         """In the order in which their data comes; digests empty."""
@@ -238,6 +278,10 @@ class PublishHeader(google.protobuf.message.Message):
     def files(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ModelFile]: ...
     @property
     def canaries(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Canary]: ...
+    @property
+    def adapter(self) -> global___Adapter:
+        """Of a base that is held here: another one is refused (FAILED_PRECONDITION)."""
+
     def __init__(
         self,
         *,
@@ -247,8 +291,11 @@ class PublishHeader(google.protobuf.message.Message):
         tensors: collections.abc.Iterable[global___TensorInfo] | None = ...,
         files: collections.abc.Iterable[global___ModelFile] | None = ...,
         canaries: collections.abc.Iterable[global___Canary] | None = ...,
+        adapter: global___Adapter | None = ...,
+        is_base: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "canaries", b"canaries", "files", b"files", "run_id", b"run_id", "tensors", b"tensors", "weight_version", b"weight_version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["adapter", b"adapter"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "attempt", b"attempt", "canaries", b"canaries", "files", b"files", "is_base", b"is_base", "run_id", b"run_id", "tensors", b"tensors", "weight_version", b"weight_version"]) -> None: ...
 
 global___PublishHeader = PublishHeader
 
@@ -747,7 +794,7 @@ class ListVersionsResponse(google.protobuf.message.Message):
     BYTES_FULL_FIELD_NUMBER: builtins.int
     BYTES_SENT_FIELD_NUMBER: builtins.int
     bytes_full: builtins.int
-    """What the fetches so far would have been if each were full, and what was sent."""
+    """What the fetches so far would have been if each were full, an adapter with its base, and what was sent."""
     bytes_sent: builtins.int
     @property
     def versions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___VersionManifest]: ...

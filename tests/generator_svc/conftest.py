@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -45,6 +46,7 @@ from streamrl.v1.weights_pb2 import (
     TRANSFER_FORMAT_FULL,
     AcknowledgeRequest,
     AcknowledgeResponse,
+    Adapter,
     Canary,
     FetchRequest,
     FetchResponse,
@@ -465,12 +467,20 @@ class PublishedVersions(WeightsServiceServicer):
         self.waiting = threading.Event()
         """A stream has come to the gate."""
         self.positions: list[tuple[int, int]] = []
+        self.fetched: list[int] = []
         """Where each fetch asked to start."""
         self.source_address = ""
         self.address = ""
         self._versions: dict[int, tuple[VersionManifest, list[bytes]]] = {}
 
-    def publish(self, weight_version: int, tensors: "Mapping[str, torch.Tensor]") -> VersionManifest:
+    def publish(
+        self,
+        weight_version: int,
+        tensors: "Mapping[str, torch.Tensor]",
+        *,
+        adapter: Adapter | None = None,
+        is_base: bool = False,
+    ) -> VersionManifest:
         """A version of these tensors, all of them float32 or bfloat16."""
         import torch
 
@@ -491,11 +501,17 @@ class PublishedVersions(WeightsServiceServicer):
             weight_version=weight_version,
             attempt=1,
             tensors=infos,
-            digest=version_digest(infos),
+            digest=version_digest(infos, adapter),
+            adapter=adapter,
+            is_base=is_base,
             num_bytes=sum(map(len, data)),
         )
         self._versions[weight_version] = manifest, data
         return manifest
+
+    def num_fetches(self) -> Counter[int]:
+        """By version."""
+        return Counter(self.fetched)
 
     def forget(self, weight_version: int) -> None:
         del self._versions[weight_version]
@@ -513,6 +529,7 @@ class PublishedVersions(WeightsServiceServicer):
 
     def Fetch(self, request: FetchRequest, context: Any) -> Iterator[FetchResponse]:
         self.positions.append((request.first_tensor_index, request.first_offset))
+        self.fetched.append(request.weight_version)
         if request.verify_first and self.heals_when_verified:
             self.corrupt_tensor = None
         chunks_left = self.break_after_chunks.pop(0) if self.break_after_chunks else -1

@@ -21,7 +21,7 @@ from generator_svc.vllm_engine import VllmEngine
 from generator_svc.vllm_settings import VllmSettings
 from generator_svc.weight_fetcher import WeightSource
 from streamrl.errors import EngineDiedError, WeightTransferError
-from streamrl.v1.weights_pb2 import VersionManifest
+from streamrl.v1.weights_pb2 import Adapter, VersionManifest
 
 pytestmark = [
     pytest.mark.engine,
@@ -183,6 +183,30 @@ def test_log_probs_are_those_of_the_loaded_version(lab: Lab) -> None:
                 assert result.token_ids.index(STOP) == len(result.token_ids) - 1
             else:
                 assert len(result.token_ids) == 64
+
+
+def test_adapters_are_added_to_the_version_that_they_are_for(lab: Lab) -> None:
+    """Also when another version was loaded in between, and when a part of a layer that vLLM fuses has none."""
+    import torch
+
+    base = lab.published.publish(30, dict(lab.models[0].state_dict()), is_base=True)
+    for version in (31, 32):
+        model, parts = tiny_model(0), {}
+        for name, weight in model.named_parameters():
+            if name.rsplit(".", 2)[-2] in ("q_proj", "down_proj"):
+                parts[name + ".lora_up"] = 0.2 * torch.randn(weight.shape[0], 4)
+                parts[name + ".lora_down"] = 0.2 * torch.randn(4, weight.shape[1])
+                weight.data += 1.5 * parts[name + ".lora_up"] @ parts[name + ".lora_down"]
+        lab.models[version] = model
+        adapter = Adapter(base_weight_version=30, base_digest=base.digest, scaling=1.5)
+        lab.manifests[version] = lab.published.publish(version, parts, adapter=adapter)
+    for version in (31, 32, 1, 31):
+        lab.load(version)
+        requests = [request(number) for number in range(4)]
+        for asked, result in zip(requests, lab.run(generate_all(lab.engine, requests)), strict=True):
+            lab.assert_agrees(asked, result)
+    tokens = request(1).prompt_token_ids
+    assert abs(lab.logprobs(31, tokens)[0] - lab.logprobs(0, tokens)[0]) > 1e-3
 
 
 def test_log_probs_are_of_the_distribution_after_temperature(lab: Lab) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
+from streamrl.adapters import merged_tensors
 from trainer_svc.adapters import LoraRules, add_adapters, published_tensors, without_adapters
 
 _TOKENS = torch.tensor([[3, 7, 1, 9, 4]])
@@ -40,7 +41,7 @@ def _disturb(model):
 
 def _merged(model):
     with torch.no_grad():
-        return {tensor.name: tensor.merged().clone() for tensor in published_tensors(model)}
+        return {tensor.name: tensor.value().clone() for tensor in published_tensors(model)}
 
 
 @pytest.mark.parametrize("make", [_qwen, _gpt2, lambda: _qwen(tied=True)])
@@ -55,6 +56,32 @@ def test_the_published_weights_are_those_of_a_plain_model_that_says_the_same(mak
     assert set(weights) == {name for name, _ in plain.named_parameters()}
     plain.load_state_dict(weights, strict=False)
     torch.testing.assert_close(plain(input_ids=_TOKENS).logits, logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [_qwen, _gpt2, lambda: _qwen(tied=True)])
+def test_adapters_published_alone_make_the_same_weights_of_the_frozen_ones(make):
+    model, plain = make(), make()
+    add_adapters(model, LoraRules(rank=3, alpha=5.0))
+    _disturb(model)
+    with torch.no_grad():
+        frozen = {tensor.name: tensor.value() for tensor in published_tensors(model, "frozen")}
+        adapters = {tensor.name: tensor.value().contiguous() for tensor in published_tensors(model, "adapters")}
+        made = dict(merged_tensors(frozen.items(), adapters.items(), 5.0 / 3.0, torch.device("cpu")))
+    assert all(torch.equal(frozen[name], tensor) for name, tensor in plain.named_parameters())
+    assert len(adapters) == len([name for name, _ in model.named_parameters() if ".lora_" in name])
+    assert sum(map(torch.numel, adapters.values())) < sum(map(torch.numel, frozen.values()))
+    merged = _merged(model)
+    assert list(made) == list(merged)
+    for name, tensor in merged.items():
+        torch.testing.assert_close(made[name], tensor)
+
+
+def test_what_learns_as_a_whole_is_not_left_out_beside_adapters_that_are_published_alone():
+    model = _qwen()
+    add_adapters(model, LoraRules(rank=3, alpha=5.0))
+    model.lm_head.weight.requires_grad_(True)
+    with pytest.raises(AssertionError, match="lm_head.weight learns as a whole"):
+        list(published_tensors(model, "adapters"))
 
 
 def test_without_its_adapters_a_model_is_the_initial_one():

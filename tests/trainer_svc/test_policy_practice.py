@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
+from streamrl.adapters import merged_tensors
 from tests.trainer_svc.small_model import small_model
 from trainer_svc.adapters import LoraRules, add_adapters, published_tensors
 from trainer_svc.checkpoint import load_checkpoint, save_checkpoint
@@ -97,7 +98,7 @@ def _plain_weights(num_steps: int) -> dict[str, Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
-        return {tensor.name: tensor.merged().clone() for tensor in published_tensors(model)}
+        return {tensor.name: tensor.value().clone() for tensor in published_tensors(model)}
 
 
 def _max_difference(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -113,7 +114,12 @@ def test_adapters_learn_as_in_plain_pytorch_and_are_published_merged(ranks, zero
     _step(policy, 0, ranks)
     _step(policy, 1, ranks)
     weights = dict(policy.weights())
+    frozen, adapters = dict(policy.weights("frozen")), dict(policy.weights("adapters"))
     policy.close()
+    assert _max_difference(frozen, initial) == 0
+    assert len(adapters) == 2 * 7 * 2
+    made = dict(merged_tensors(frozen.items(), adapters.items(), 2.0, torch.device("cpu")))
+    assert _max_difference(made, weights) < 1e-6
     assert _max_difference(weights, _plain_weights(2)) < 2e-5
     assert _max_difference(weights, initial) > 1e-3
     for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"):

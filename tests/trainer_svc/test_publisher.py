@@ -18,12 +18,14 @@ from streamrl.errors import PublishError, StaleAttemptError
 from streamrl.rpc.channel import open_channel
 from streamrl.v1.weights_pb2 import (
     TRANSFER_FORMAT_FULL,
+    Adapter,
     Canary,
     FetchRequest,
     ListVersionsRequest,
     ModelFile,
     NegotiateRequest,
     NegotiateResponse,
+    VersionManifest,
 )
 from streamrl.v1.weights_pb2_grpc import WeightsServiceStub
 from tests.weights_svc.running_service import DEADLINE_S, RUN_ID, free_address
@@ -113,6 +115,12 @@ def make_publisher(address: str, *, attempt: int = 1, patience_s: float = 30.0) 
 def snapshot(weight_version: int, **others: object) -> Snapshot:
     tensors = [("embed", torch.full((50, 100), float(weight_version))), ("norm", torch.ones(100))]
     return Snapshot(weight_version, tensors, **others)  # type: ignore[arg-type]
+
+
+def held_versions(weights: WeightsProcess) -> list[VersionManifest]:
+    with open_channel(weights.address) as channel:
+        held = WeightsServiceStub(channel).ListVersions(ListVersionsRequest(run_id=RUN_ID), timeout=DEADLINE_S)
+    return list(held.versions)
 
 
 def data_of(tensor: torch.Tensor) -> bytes:
@@ -215,14 +223,41 @@ def test_a_refusal_is_a_publish_error_at_once(publisher):
         publisher.wait()
 
 
+def test_a_base_is_published_once_over_attempts(weights, publisher, caplog):
+    publisher.submit(snapshot(0, is_base=True))
+    publisher.wait()
+    [publication] = publisher.take_publications()
+    assert publisher.base_digest == publication.digest
+    adapter = Adapter(base_weight_version=0, base_digest=publisher.base_digest, scaling=2.0)
+    publisher.publish(snapshot(3, adapter=adapter))
+    second = make_publisher(weights.address, attempt=2)
+    assert second.rewind(3) == {0, 3}
+    second.provide_base(snapshot(0, is_base=True))
+    assert second.base_digest == publication.digest
+    assert [manifest.attempt for manifest in held_versions(weights)] == [1, 1]
+    # One that is not there any more, or not marked as such, or another.
+    [path] = weights.folder.glob("version-00000000-*.safetensors")
+    weights.kill()
+    path.unlink()
+    weights.start()
+    second.provide_base(snapshot(0, is_base=True))
+    assert [(manifest.weight_version, manifest.attempt) for manifest in held_versions(weights)] == [(0, 2), (3, 1)]
+    second.close()
+    third = make_publisher(weights.address, attempt=3)
+    third.rewind(3)
+    with caplog.at_level(logging.WARNING):
+        third.provide_base(Snapshot(0, [("embed", torch.zeros(5))], is_base=True))
+    assert "model.path has other files now" in caplog.text
+    assert held_versions(weights)[0].digest == third.base_digest != publication.digest
+    third.close()
+
+
 def test_a_process_of_an_earlier_attempt_is_refused(weights, publisher):
     later = make_publisher(weights.address, attempt=2)
     for version in (1, 2, 3):
         publisher.publish(snapshot(version))
     assert later.rewind(2) == {1, 2}
-    with open_channel(weights.address) as channel:
-        held = WeightsServiceStub(channel).ListVersions(ListVersionsRequest(run_id=RUN_ID), timeout=DEADLINE_S)
-    assert [manifest.weight_version for manifest in held.versions] == [1, 2]
+    assert [manifest.weight_version for manifest in held_versions(weights)] == [1, 2]
     later.close()
     with pytest.raises(PublishError, match="attempt 1 is over"):
         publisher.publish(snapshot(3))

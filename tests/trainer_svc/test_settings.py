@@ -37,6 +37,11 @@ from trainer_svc.settings import TrainerSettings
         ({"trainer": {"final_learning_rate_share": 0.1}}, "the learning rate stays constant"),
         ({"trainer": {"lora_alpha": 16}}, "trainer.lora_alpha is set, and trainer.lora_rank is 0"),
         ({"trainer": {"lora_targets": ["q_proj"]}}, "trainer.lora_targets is set, and trainer.lora_rank is 0"),
+        ({"trainer": {"lora_publish": "adapters"}}, "lora_publish is adapters, and trainer.lora_rank is 0"),
+        (
+            {"trainer": {"lora_publish": "adapters", "lora_rank": 8}, "weights": {"fabric": "rail"}},
+            "lora_publish is adapters, and weights.fabric is 'rail'",
+        ),
         ({"trainer": {"offload": ["reference"]}}, "there is none to move: trainer.kl is none"),
         ({"trainer": {"offload": ["reference"], "kl": "loss", "lora_rank": 8}}, "it is the policy itself"),
         ({"trainer": {"offload": ["critic"]}}, "offload"),

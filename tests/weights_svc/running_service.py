@@ -16,6 +16,7 @@ from streamrl.rpc.chunks import cut
 from streamrl.v1.weights_pb2 import (
     TRANSFER_FORMAT_FULL,
     AcknowledgeRequest,
+    Adapter,
     Canary,
     FetchRequest,
     ListVersionsRequest,
@@ -60,6 +61,8 @@ def publish_requests(
     attempt: int = 1,
     files: Sequence[ModelFile] = (),
     canaries: Sequence[Canary] = (),
+    adapter: Adapter | None = None,
+    is_base: bool = False,
     chunk_bytes: int = 700,
 ) -> list[PublishRequest]:
     """A whole publish as the generated classes send it."""
@@ -70,6 +73,8 @@ def publish_requests(
         tensors=tensor_infos(data),
         files=files,
         canaries=canaries,
+        adapter=adapter,
+        is_base=is_base,
     )
     chunks = [
         TensorChunk(tensor_index=index, offset=offset, data=data[index][offset : offset + num_bytes])

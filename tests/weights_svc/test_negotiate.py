@@ -10,6 +10,7 @@ from streamrl.v1.weights_pb2 import (
     TRANSFER_FORMAT_FULL,
     TRANSFER_FORMAT_NCCL,
     TRANSFER_FORMAT_UNSPECIFIED,
+    Adapter,
     NegotiateRequest,
     TensorInfo,
     VersionManifest,
@@ -52,6 +53,24 @@ def test_a_receiver_of_whole_tensors_takes_the_newest_whole_whatever_it_holds():
 def test_a_receiver_of_differences_takes_the_tensors_that_differ():
     plan = negotiate(VERSIONS, ask(BOTH, held_weight_version=4, held_digest="four"))
     assert plan == TransferPlan(5, TRANSFER_FORMAT_DELTA, 46, base_weight_version=4)
+
+
+def test_adapters_differ_from_adapters_of_the_same_base_and_from_nothing_else():
+    def adapters(digest: str, base_digest: str) -> VersionManifest:
+        manifest = version(digest, 20)
+        manifest.adapter.MergeFrom(Adapter(base_weight_version=3, base_digest=base_digest))
+        return manifest
+
+    versions = {3: VERSIONS[3], 6: adapters("six", "three"), 7: adapters("seven", "three"), 8: adapters("eight", "x")}
+
+    def plan(held: int, wanted: int) -> TransferPlan:
+        held_digest = versions[held].digest
+        request = ask(BOTH, held_weight_version=held, held_digest=held_digest, exact_weight_version=wanted)
+        return negotiate(versions, request)
+
+    assert plan(6, 7) == TransferPlan(7, TRANSFER_FORMAT_DELTA, 20, base_weight_version=6)
+    for held, wanted in ((3, 6), (6, 3), (7, 8)):
+        assert plan(held, wanted) == TransferPlan(wanted, TRANSFER_FORMAT_FULL, versions[wanted].num_bytes)
 
 
 def test_tensors_of_another_shape_have_no_base_and_count_whole():

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from streamrl.digest import bytes_digest
-from streamrl.v1.weights_pb2 import TRANSFER_FORMAT_DELTA, TRANSFER_FORMAT_FULL, ModelFile
+from streamrl.v1.weights_pb2 import TRANSFER_FORMAT_DELTA, TRANSFER_FORMAT_FULL, Adapter, ModelFile
 from tests.weights_svc.running_service import RunningService, wait_until
 from tests.weights_svc.stubborn_line import Line
 
@@ -89,6 +89,32 @@ def test_each_version_comes_once_and_later_ones_as_differences(origin, start_rel
     assert relay.list_versions().bytes_sent == 12 * num_bytes
     plan = relay.negotiate(with_files=True)
     assert list(plan.files) == FILES
+
+
+def test_what_adapters_are_added_to_comes_once_and_before_them(origin, start_relay):
+    base = origin.publish(0, weights(0, 10_000), files=FILES, is_base=True)
+    adapter = Adapter(base_weight_version=0, base_digest=base, scaling=2.0)
+    for version in range(1, 5):
+        origin.publish(version, weights(version), adapter=adapter)
+    relay = start_relay()
+    assert_holds(relay, 4)
+    assert relay.versions() == [0, 4]
+    assert relay.negotiate().manifest.adapter == adapter
+    for version in range(5, 8):
+        origin.publish(version, weights(version), adapter=adapter)
+        assert_holds(relay, version)
+    relay.wait_for_versions([0, 5, 6, 7])
+    assert relay.fetch_all(0, base) == weights(0, 10_000)
+    # The base, one version whole, and three differences.
+    num_bytes = sum(map(len, weights(0)))
+    assert 11 * num_bytes < origin.list_versions().bytes_sent < 11.5 * num_bytes
+    # A relay in a new life, of which the base is damaged, takes that alone.
+    relay.stop()
+    flip_a_bit(relay, 0)
+    relay.start()
+    relay.wait_for_versions([5, 6, 7])
+    assert relay.negotiate(exact_weight_version=0).manifest.digest == base
+    wait_until(lambda: relay.versions() == [0, 5, 6, 7])
 
 
 def test_an_anchor_comes_whole(origin, start_relay, tmp_path):

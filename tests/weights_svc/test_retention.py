@@ -16,7 +16,11 @@ def test_a_version_in_use_stays():
     assert retired([3, 4, 5, 6], keep_versions=2, in_use=[3]) == [4]
 
 
-@given(versions, st.integers(1, 5), versions)
-def test_what_stays_is_the_newest_and_what_is_in_use(held, keep_versions, in_use):
-    stay = held - set(retired(held, keep_versions, in_use))
-    assert stay == set(sorted(held)[-keep_versions:]) | (held & in_use)
+def test_a_base_stays():
+    assert retired([0, 3, 4, 5, 6], keep_versions=2, in_use=[], bases=[0]) == [3, 4]
+
+
+@given(versions, st.integers(1, 5), versions, versions)
+def test_what_stays_is_the_newest_and_what_is_needed(held, keep_versions, in_use, bases):
+    stay = held - set(retired(held, keep_versions, in_use, bases))
+    assert stay == set(sorted(held)[-keep_versions:]) | (held & (in_use | bases))

@@ -3,6 +3,7 @@
 import grpc
 import pytest
 
+from streamrl.v1.weights_pb2 import Adapter
 from tests.weights_svc.running_service import RunningService, make_data
 
 
@@ -94,3 +95,24 @@ def test_a_version_that_is_cut_short_while_it_is_kept_is_dropped(service):
         file.truncate(1000)
     assert refusal(lambda: service.fetch_all(1, digest)) is grpc.StatusCode.DATA_LOSS
     service.wait_for_versions([])
+
+
+def test_a_base_stays_as_long_as_the_run_and_adapters_come_only_with_it(service):
+    base = service.publish(0, is_base=True)
+    adapter = Adapter(base_weight_version=0, base_digest=base, scaling=2.0)
+    for version in range(1, 6):
+        service.publish(version, adapter=adapter)
+    service.wait_for_versions([0, 3, 4, 5])
+    plan = service.negotiate()
+    assert plan.manifest.adapter == adapter and plan.manifest.digest != service.publish(6)
+    assert service.fetch_all(0, base) == make_data(0)
+    # Whoever fetches adapters has what they are added to.
+    before = service.list_versions()
+    assert service.fetch_all(5, plan.manifest.digest) == make_data(5)
+    after = service.list_versions()
+    assert (after.bytes_full - before.bytes_full, after.bytes_sent - before.bytes_sent) == (2 * 5000, 5000)
+    service.stop()
+    service.start()
+    service.wait_for_versions([0, 4, 5, 6])
+    for wrong in (Adapter(base_weight_version=0, base_digest="x"), Adapter(base_weight_version=9, base_digest=base)):
+        assert refusal(lambda wrong=wrong: service.publish(7, adapter=wrong)) is grpc.StatusCode.FAILED_PRECONDITION
