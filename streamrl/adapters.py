@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 from streamrl.v1.weights_pb2 import TensorInfo, VersionManifest
 
 if TYPE_CHECKING:
-    from torch import Tensor, device
+    import torch
 
 UP_SUFFIX = ".lora_up"
 """Behind the name of a tensor W of shape (rows, columns): its adapter's (rows, rank)."""
 DOWN_SUFFIX = ".lora_down"
 """Likewise: (rank, columns)."""
+_STRETCH_ELEMENTS = 1 << 24
 
 
 def why_unfit(base: VersionManifest, adapted: VersionManifest) -> str | None:
@@ -52,8 +53,11 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def merged_tensors(
-    base: "Iterable[tuple[str, Tensor]]", adapters: "Iterable[tuple[str, Tensor]]", scaling: float, device: "device"
-) -> "Iterator[tuple[str, Tensor]]":
+    base: "Iterable[tuple[str, torch.Tensor]]",
+    adapters: "Iterable[tuple[str, torch.Tensor]]",
+    scaling: float,
+    device: "torch.device",
+) -> "Iterator[tuple[str, torch.Tensor]]":
     """The tensors of the base by name, one at a time: those with an adapter merged, on the device, the others as they
     are.
 
@@ -69,8 +73,11 @@ def merged_tensors(
             yield name, merge(name, tensor.to(device), up.to(device), down.to(device), scaling)
 
 
-def merge(name: str, weight: "Tensor", up: "Tensor", down: "Tensor", scaling: float) -> "Tensor":
-    """weight + scaling x up @ down (rows, columns), summed in float32 or wider and then in the weight's dtype.
+def merge(
+    name: str, weight: "torch.Tensor", up: "torch.Tensor", down: "torch.Tensor", scaling: float
+) -> "torch.Tensor":
+    """weight + scaling x up @ down (rows, columns), summed in float32 or wider, then in the dtype of the weight. A stretch
+    of rows at a time: on a device that is full there is no room for a whole layer in float32.
 
     Args:
         name: of the weight: what is rounded where follows from it.
@@ -78,22 +85,26 @@ def merge(name: str, weight: "Tensor", up: "Tensor", down: "Tensor", scaling: fl
     import torch
 
     wide = torch.promote_types(weight.dtype, torch.float32)
-    merged = torch.addmm(weight.to(wide), up.to(wide), down.to(wide), alpha=scaling)
-    if weight.dtype == torch.bfloat16:
-        return _dithered(merged, seed=zlib.crc32(name.encode()))
-    return merged.to(weight.dtype)
+    generator = torch.Generator(weight.device).manual_seed(zlib.crc32(name.encode()))
+    merged = torch.empty_like(weight)
+    num_rows = max(1, _STRETCH_ELEMENTS // max(1, weight.shape[1]))
+    for first in range(0, weight.shape[0], num_rows):
+        rows = slice(first, first + num_rows)
+        exact = weight[rows].to(wide, copy=True).addmm_(up[rows].to(wide), down.to(wide), alpha=scaling)
+        merged[rows] = _dithered(exact, generator) if weight.dtype == torch.bfloat16 else exact
+    return merged
 
 
-def _dithered(values: "Tensor", seed: int) -> "Tensor":
-    """float32 to bfloat16: each element to the number below or above it, by a threshold of its own from 0 to 1 between
-    the two, the same in every version.
+def _dithered(values: "torch.Tensor", generator: "torch.Generator") -> "torch.Tensor":
+    """float32 to bfloat16, in place: each element to the number below or above it, by a threshold of its own from 0 to
+    1 between the two, the same in every version.
 
     The nearest one would be the frozen weight for as long as an adapter's part is less than half of its last digit, as
     it is for many steps: the generators would see nothing of what is learnt. So as many elements move as do on average.
     """
     import torch
 
-    generator = torch.Generator(values.device).manual_seed(seed)
     thresholds = torch.randint(1 << 16, values.shape, generator=generator, dtype=torch.int32, device=values.device)
     # bfloat16 is the upper half of a float32's bits.
-    return ((values.view(torch.int32) + thresholds) & -(1 << 16)).view(torch.float32).to(torch.bfloat16)
+    values.view(torch.int32).add_(thresholds).bitwise_and_(-(1 << 16))
+    return values

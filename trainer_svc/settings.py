@@ -107,8 +107,8 @@ class TrainerSection(Section):
     """The layers that get adapters, by the last part of their names, such as "q_proj". Empty: every linear layer but
     the output layer."""
     lora_publish: Literal["merged", "adapters"] = "merged"
-    """What travels of a version. merged: a whole model, the adapters added to its weights. adapters: the adapters alone.
-    The model that they are added to comes once, and each instance keeps it in host memory beside the weights that it
+    """What travels of a version. merged: a whole model, the adapters added to its weights. adapters: they alone. The
+    model that they are added to comes once, and each instance keeps it in host memory beside the weights that it
     generates with, and merges the two when it switches. Not with `weights.fabric`."""
     batch_deadline_s: Annotated[float, Field(ge=0, le=604_800)] = 0.0
     """So many seconds after the iteration before has ended, answers that have not come are dropped (dropped.deadline),
@@ -367,8 +367,8 @@ class TrainerSettings(ServiceSettings):
             )
         if trainer.lora_publish == "adapters" and self.weights.fabric:
             raise ValueError(
-                f"trainer.lora_publish is adapters, and weights.fabric is {self.weights.fabric!r}: its broadcasts are of "
-                "whole versions. Leave weights.fabric empty, or trainer.lora_publish at merged"
+                f"trainer.lora_publish is adapters, and weights.fabric is {self.weights.fabric!r}: its broadcasts are "
+                "of whole versions. Leave weights.fabric empty, or trainer.lora_publish at merged"
             )
         if trainer.steps_per_batch > data.prompts_per_batch:
             raise ValueError(

@@ -65,7 +65,8 @@ def memory_needs(settings: Settings) -> MemoryNeeds | None:
     generator, trainer = settings.generator, settings.trainer
     rank = rank_memory(shape, _practice(settings))
     cache_bytes = int((generator.kv_cache_gib or _DEFAULT_KV_CACHE_GIB) * 1024**3)
-    # Twice the weights: the next version is fetched while the engine still runs the present one.
+    # Twice the weights: the next version is fetched while the engine still runs the present one, or what adapters are
+    # added to is kept beside it.
     each = _ENGINE_BYTES + cache_bytes + 2 * shape.num_parameters * DTYPE_BYTES[settings.model.dtype]
     return MemoryNeeds(
         num_parameters=shape.num_parameters,

@@ -193,7 +193,7 @@ def test_adapters_are_added_to_the_version_that_they_are_for(lab: Lab) -> None:
     for version in (31, 32):
         model, parts = tiny_model(0), {}
         for name, weight in model.named_parameters():
-            if name.rsplit(".", 2)[-2] in ("q_proj", "down_proj"):
+            if name.endswith(("q_proj.weight", "down_proj.weight")):
                 parts[name + ".lora_up"] = 0.2 * torch.randn(weight.shape[0], 4)
                 parts[name + ".lora_down"] = 0.2 * torch.randn(4, weight.shape[1])
                 weight.data += 1.5 * parts[name + ".lora_up"] @ parts[name + ".lora_down"]
