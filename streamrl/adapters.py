@@ -76,7 +76,7 @@ def merged_tensors(
 def merge(
     name: str, weight: "torch.Tensor", up: "torch.Tensor", down: "torch.Tensor", scaling: float
 ) -> "torch.Tensor":
-    """weight + scaling x up @ down (rows, columns), summed in float32 or wider, then in the dtype of the weight. A stretch
+    """weight + scaling x up @ down (rows, columns), summed in float32 or wider, then in the weight's dtype. One stretch
     of rows at a time: on a device that is full there is no room for a whole layer in float32.
 
     Args:

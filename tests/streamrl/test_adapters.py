@@ -67,3 +67,14 @@ def test_the_same_adapters_on_another_base_are_another_version() -> None:
     assert len(digests) == 4
     # What a version without adapters has in the field.
     assert version_digest(tensors, VersionManifest().adapter) == version_digest(tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_that_is_merged_in_stretches_is_merged_to_its_end(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamrl.adapters._STRETCH_ELEMENTS", 10)
+    # Columns first, as layers of GPT-2's kind are kept.
+    weight, up, down = torch.ones(7, 4).to(dtype).T, torch.ones(4, 1).to(dtype), torch.ones(1, 7).to(dtype)
+    assert torch.equal(merge("a", weight, up, down, 2.0), torch.full((4, 7), 3.0, dtype=dtype))
+    assert (weight == 1).all()

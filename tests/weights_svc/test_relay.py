@@ -98,7 +98,7 @@ def test_what_adapters_are_added_to_comes_once_and_before_them(origin, start_rel
         origin.publish(version, weights(version), adapter=adapter)
     relay = start_relay(keep_versions=2)
     wait_until(lambda: relay.versions() == [0, 4])
-    assert relay.negotiate().manifest.adapter == adapter
+    assert relay.list_versions().versions[-1].adapter == adapter
     for version in range(5, 8):
         origin.publish(version, weights(version), adapter=adapter)
         wait_until(lambda version=version: version in relay.versions())
