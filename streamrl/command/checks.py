@@ -30,7 +30,7 @@ BROKER_TIMEOUT_S = 10.0
 
 _ADDRESSES = ("trainer_address", "scheduler_address", "weights_address", "generator_address")
 # Services whose --check looks at files and functions that the settings name.
-_CHECKED_SERVICES = ("trainer", "generator")
+_CHECKED_SERVICES = ("trainer", "generator", "scheduler")
 _SERVICE_TIMEOUT_S = 600.0
 """The checks import large libraries, which takes minutes from a slow or busy disk."""
 _SERVICE_WORD_S = 20.0

@@ -82,6 +82,11 @@ def test_a_check_that_leaves_a_thread_running_ends(place: Any) -> None:
     assert _spawned(place, trainer={"check_thread": True}) == []
 
 
+def test_what_the_scheduler_finds_is_told_too(place: Any) -> None:
+    with pytest.raises(ValueError, match="there is no file"):
+        _spawned(place, scheduler={"check_error": "there is no file"})
+
+
 def test_a_check_that_lasts_is_told_and_given_up_by_name(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "_SERVICE_WORD_S", 0.05)
     said = _spawned(place, trainer={"check_s": 0.5})
