@@ -420,3 +420,24 @@ def test_without_kills_nothing_is_generated_twice(seed: int) -> None:
         assert world.ledger.samples.moved > 20
 
     run(scenario())
+
+
+def test_an_answer_ends_though_the_rest_of_its_last_step_does_not_move_the_clock() -> None:
+    async def scenario() -> None:
+        await asyncio.sleep(1000.0)
+        engine = CountingEngine(0)
+        request = GenerationRequest(
+            request_id="a", prompt_token_ids=PROMPT, temperature=1.0, max_tokens=5, stop_token_ids=[], seed=1, priority=0
+        )
+        answer = asyncio.create_task(engine.generate(request))
+        await asyncio.sleep(0.01)
+        engine.progress()
+        engine._instance._steps = 5 - 1e-14
+        engine._go_on()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        ended = answer.done()
+        await engine.stop()
+        assert ended
+
+    run(scenario())
