@@ -40,6 +40,12 @@ def test_the_command_reads_a_file_or_standard_input(tmp_path: Path) -> None:
     assert closed.stderr == "error: plan dispatch: standard input cannot be read: it is closed\n"
 
 
+def test_the_documented_request_is_one() -> None:
+    text = Path(__file__).parents[2].joinpath("docs", "dispatching.md").read_text()
+    plan = plan_dispatch(parse_request(text.partition("```json\n")[2].partition("```")[0]))
+    assert plan["instances"][0][0] == 2
+
+
 def test_the_long_tail_gets_the_first_instances() -> None:
     plan = planned()
     assert plan == {
