@@ -43,7 +43,9 @@ def from_file(file: Path) -> EngineProfile:
     except ValidationError as error:
         first = error.errors()[0]
         place = "".join(f"{part}: " for part in first["loc"])
-        raise ValueError(f"{file} is no profile as `streamrl profile --out` writes it: {place}{first['msg']}") from error
+        raise ValueError(
+            f"{file} is no profile as `streamrl profile --out` writes it: {place}{first['msg']}"
+        ) from error
     return EngineProfile(
         steps=[
             StepLatency(batch_size=size, latency_s=latency_ms / 1000, num_steps=1)

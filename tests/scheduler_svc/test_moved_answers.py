@@ -427,7 +427,13 @@ def test_an_answer_ends_though_the_rest_of_its_last_step_does_not_move_the_clock
         await asyncio.sleep(1000.0)
         engine = CountingEngine(0)
         request = GenerationRequest(
-            request_id="a", prompt_token_ids=PROMPT, temperature=1.0, max_tokens=5, stop_token_ids=[], seed=1, priority=0
+            request_id="a",
+            prompt_token_ids=PROMPT,
+            temperature=1.0,
+            max_tokens=5,
+            stop_token_ids=[],
+            seed=1,
+            priority=0,
         )
         answer = asyncio.create_task(engine.generate(request))
         await asyncio.sleep(0.01)
