@@ -453,7 +453,8 @@ def test_what_was_said_or_has_not_come_is_not_said_at_once_when_it_is_asked_for_
     """Else an instance and the scheduler, which asks in each answer, would talk without a pause."""
 
     async def scenario() -> None:
-        instance, key, spoken = Instance("a", 0, "boundary"), SampleKey(PURPOSE_TRAIN, 0, 0, 0), []
+        instance, key = Instance("a", 0, "boundary"), SampleKey(PURPOSE_TRAIN, 0, 0, 0)
+        spoken: list[SampleKey] = []
         instance.loop._say_now = lambda: spoken.append(key)
         instance.begin(1, 0.0)
         instance.loop.revoke_unstarted([key])
