@@ -5,6 +5,7 @@ The upstream is the authority: what it forgets is forgotten here, and what an at
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Iterable
@@ -24,6 +25,9 @@ from weights_svc.upstream import Upstream
 logger = logging.getLogger(__name__)
 
 _PAUSE_S = 1.0
+_REFUSED_PAUSE_S = 10.0
+"""A version that cannot be had is asked for again after this, or when a newer one is announced: a full disk may have
+room again, and in a run that waits for just this version no other would be announced."""
 _BEGIN_PATIENCE_S = 10.0
 """For so long a receiver that asks for a version that is not here waits for the upstream's answer, before it is told to
 ask again."""
@@ -138,6 +142,10 @@ class RelayLoop:
                 self._due.set()
             except RefusedError as error:
                 logger.error("version=%d cannot be had: %s", announcement.weight_version, error)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_REFUSED_PAUSE_S):
+                        await self._due.wait()
+                self._due.set()
 
     async def _bring_newest(self, announcement: WatchResponse) -> None:
         await self._forget_what_upstream_forgot(announcement)

@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from streamrl.digest import bytes_digest
 from streamrl.v1.weights_pb2 import TRANSFER_FORMAT_DELTA, TRANSFER_FORMAT_FULL, ModelFile
 from tests.weights_svc.running_service import RunningService, wait_until
 from tests.weights_svc.stubborn_line import Line
+from weights_svc import relay_loop
 
 FILES = [ModelFile(name="config.json", content=b"{}")]
 StartRelay = Callable[..., RunningService]
@@ -280,6 +282,22 @@ def test_a_version_that_the_relay_does_not_hold_is_brought_when_it_is_asked_for(
     assert relay.fetch_all(1, manifest.digest) == weights(1)
     with pytest.raises(grpc.RpcError, match="weight version 7 is not here"):
         relay.negotiate(exact_weight_version=7)
+
+
+def test_a_version_for_which_the_disk_had_no_room_comes_when_it_has(origin, start_relay, monkeypatch, caplog):
+    monkeypatch.setattr(relay_loop, "_REFUSED_PAUSE_S", 0.05)
+    publish(origin, 0, weights(0))
+    relay = start_relay()
+    assert_holds(relay, 0)
+    measure = shutil.disk_usage
+    full = {relay.folder}
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda folder: measure(folder)._replace(free=0) if folder in full else measure(folder)
+    )
+    publish(origin, 1, weights(1))
+    wait_until(lambda: "version=1 cannot be had" in caplog.text)
+    full.clear()
+    assert_holds(relay, 1)
 
 
 def test_what_the_origin_forgets_is_forgotten_and_a_new_attempt_is_followed(origin, start_relay):
