@@ -121,7 +121,8 @@ class RelayLoop:
         for version, (transfer, task) in self._transfers.items():
             arrival = self._arrivals.get(version)
             replaced = arrival is not None and arrival.manifest.digest != announcement.digest
-            if version > announcement.weight_version or (version == announcement.weight_version and replaced):
+            over = version > announcement.weight_version or (version == announcement.weight_version and replaced)
+            if over and task.cancelling() == 0:
                 logger.info("version=%d is not taken any more", transfer.weight_version)
                 task.cancel()
         self._newest = announcement
@@ -148,6 +149,7 @@ class RelayLoop:
                 self._due.set()
 
     async def _bring_newest(self, announcement: WatchResponse) -> None:
+        await self._end_cancelled()
         await self._forget_what_upstream_forgot(announcement)
         held = self._store.versions.get(announcement.weight_version)
         if (
@@ -167,6 +169,12 @@ class RelayLoop:
             begun.cancel()
         if not task.cancelled():
             task.result()
+
+    async def _end_cancelled(self) -> None:
+        """What is on its last step is there afterwards, and can be forgotten."""
+        cancelled = [task for _transfer, task in self._transfers.values() if task.cancelling() > 0]
+        if cancelled:
+            await asyncio.wait(cancelled)
 
     def _announce(self, announcement: WatchResponse) -> None:
         manifest = self._arrivals.manifests().get(announcement.weight_version)
