@@ -14,6 +14,7 @@ from streamrl.errors import RefusedError, StreamRLError, UnavailableError, Weigh
 from streamrl.v1.weights_pb2 import AcknowledgeRequest, WatchResponse
 from weights_svc.announcements import Announcements
 from weights_svc.arrivals import Arrivals
+from weights_svc.incoming import NoRoomError
 from weights_svc.ledger import Ledger
 from weights_svc.pacing import Pacer
 from weights_svc.receivers import Receivers
@@ -84,7 +85,7 @@ class RelayLoop:
 
         Raises:
             RefusedError: the upstream does not hold it.
-            UnavailableError: the upstream does not answer now.
+            UnavailableError: the upstream does not answer now, or the disk here is full.
             WeightTransferError: it came damaged again and again.
         """
         transfer, task = self._begin(weight_version)
@@ -94,6 +95,9 @@ class RelayLoop:
         finally:
             begun.cancel()
         if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+            if isinstance(error, NoRoomError):
+                # To a receiver a refusal would say that the version is gone.
+                raise UnavailableError(str(error)) from error
             raise error
         if not transfer.begun.is_set():
             raise UnavailableError(f"version {weight_version} has to come from {self._upstream.name} first")

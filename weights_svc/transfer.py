@@ -82,7 +82,7 @@ class Transfer:
         """The version, committed. Tries as long as the upstream does not answer.
 
         Raises:
-            RefusedError: the upstream does not hold the version, or the disk has no room.
+            RefusedError: the upstream does not hold the version, or (NoRoomError) the disk is full.
             WeightTransferError: it came damaged again and again.
         """
         plan = await self._first_plan()

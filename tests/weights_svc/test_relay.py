@@ -298,6 +298,9 @@ def test_a_version_for_which_the_disk_had_no_room_comes_when_it_has(origin, star
     )
     publish(origin, 1, weights(1))
     wait_until(lambda: "version=1 cannot be had" in caplog.text)
+    with pytest.raises(grpc.RpcError, match="make room") as refused:
+        relay.negotiate(exact_weight_version=1)
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
     full.clear()
     assert_holds(relay, 1)
 
