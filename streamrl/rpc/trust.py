@@ -159,8 +159,8 @@ def _check_token(identity: Identity, folder: Path) -> None:
         raise ValueError(f"rpc.trust: {path}: expected one word of visible ASCII characters")
     if identity.roles_by_token_digest.get(bytes_digest(identity.token.encode())) != identity.role:
         raise ValueError(
-            f"rpc.trust: {folder / 'tokens.json'} does not know {path.name} as the token of a {identity.role}: expected "
-            f"its BLAKE3, hex, to {identity.role!r}"
+            f"rpc.trust: {folder / 'tokens.json'} does not know {path.name} as the token of a {identity.role}: "
+            f"expected its BLAKE3, hex, to {identity.role!r}"
         )
 
 

@@ -460,7 +460,7 @@ class PublishedVersions(WeightsServiceServicer):
         """Of each fetch to come, the chunks that are sent before the stream breaks; later fetches go through."""
         self.corrupt_tensor: int | None = None
         self.garble_after_chunks: list[int] = []
-        """Of each fetch to come, the chunks that are sent before one that cannot be decoded; later fetches are whole."""
+        """Of each fetch to come, chunks that are sent before one that cannot be decoded; later fetches are whole."""
         self.heals_when_verified = False
         self.gate = threading.Event()
         """Streams wait while it is not set."""

@@ -76,9 +76,7 @@ def test_what_cannot_be_decoded_comes_again_and_what_came_before_it_does_not(pub
     assert published.positions == [(0, 0), (2, 0)]
 
 
-def test_what_cannot_be_decoded_again_and_again_is_an_error(
-    published: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_decoded_again_and_again_is_an_error(published: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_fetcher, "_RETRY_WAIT_S", 0.01)
     manifest = published.publish(4, TENSORS)
     published.garble_after_chunks = [0] * 9
