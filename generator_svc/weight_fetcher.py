@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 
 from generator_svc.fabric_receiver import FabricReceiver
-from generator_svc.version_assembly import DamagedTensorError, VersionAssembly
+from generator_svc.version_assembly import VersionAssembly
 from generator_svc.version_buffer import VersionBuffer
 from streamrl.digest import version_digest
 from streamrl.errors import FabricError, RefusedError, StreamRLError, UnavailableError, WeightTransferError
@@ -42,7 +42,7 @@ _STREAM_DEADLINE_S = 60.0
 """A stream that is still moving then goes on with the next call; one that hangs is found out."""
 _RETRY_WAIT_S = 0.5
 _MAX_DAMAGES = 3
-"""So often tensors may arrive damaged before the version is given up."""
+"""So often data may arrive damaged before the version is given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +114,13 @@ class WeightFetch:
         Raises:
             WeightTransferError: cancelled, refused, out of patience, or a digest disagrees.
         """
+        try:
+            return self._run()
+        finally:
+            if self._base is not None:
+                self._base.close()
+
+    def _run(self) -> FetchedVersion:
         started = time.monotonic()
         version = self._manifest.weight_version
         if version_digest(self._manifest.tensors) != self._manifest.digest:
@@ -129,20 +136,17 @@ class WeightFetch:
                     self._stream(assembly, patience)
                 except UnavailableError as error:
                     patience.wait_after(error)
-                except DamagedTensorError as error:
+                except RefusedError as error:
+                    raise WeightTransferError(f"version {version} cannot be fetched: {error}") from error
+                except WeightTransferError as error:
                     self._damages += 1
                     if self._damages > _MAX_DAMAGES:
                         raise
                     assembly.take_tensor_again()
                     patience.wait_after(error)
-                except RefusedError as error:
-                    raise WeightTransferError(f"version {version} cannot be fetched: {error}") from error
         except BaseException:
             buffer.close()
             raise
-        finally:
-            if self._base is not None:
-                self._base.close()
         return self._fetched(buffer, started)
 
     def _fetched(self, buffer: VersionBuffer, started: float) -> FetchedVersion:
