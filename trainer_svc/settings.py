@@ -124,7 +124,12 @@ class TrainerSection(Section):
     saturation_tokens: PositiveInt = 16384
     """Training begins as soon as samples of this many tokens (prompts included) wait, or the batch is complete."""
     micro_batch_tokens: PositiveInt = 8192
-    """Most tokens of one forward and backward pass of a rank, padding included."""
+    """Most tokens of one forward and backward pass of a rank, padding included where there is any (`packing`)."""
+    packing: Literal["auto", "on", "off"] = "auto"
+    """The answers of a pass stand one behind the other instead of being padded to the longest, and each sees its prompt
+    and itself alone; on GPUs by PyTorch's variable-length flash attention. on: also on CPUs, where it is slow with many
+    short answers; refused where the model's attention or, on GPUs, the kernel cannot do it (`model.dtype` bfloat16).
+    auto: on GPUs, where it can be done. The gradients are the same."""
     share_prompts: bool = True
     """Answers to one prompt share a row, which computes it once, where that is cheaper. The gradients are the same."""
     gradient_checkpointing: bool = False
