@@ -202,9 +202,10 @@ def _round_ends(lengths: Sequence[int], start: int, size: int, num_ranks: int) -
 def cut_packed(rows: Sequence[Cut], micro_batch_tokens: int, num_ranks: int = 1) -> list[list[Cut]]:
     """Cuts rows into packed micro-batches of at most `micro_batch_tokens`; `deal` gives them to ranks.
 
-    In as few rounds of one micro-batch a rank as hold them, all of about as many tokens: longest first, each row goes
-    to the micro-batch that has the fewest so far. No row is split; one that is longer than the budget gets a
-    micro-batch of its own. The largest comes first. The same rows are cut in the same way whatever order they come in.
+    In as few rounds of one micro-batch a rank as hold them (to a 32nd), all of about as many tokens: longest first,
+    each row goes to the micro-batch that has the fewest so far. No row is split; one that is longer than the budget
+    gets a micro-batch of its own. The largest comes first. The same rows are cut in the same way whatever order they
+    come in.
     """
     if micro_batch_tokens < 1:
         raise ValueError(f"micro_batch_tokens must be at least 1, got {micro_batch_tokens}")
@@ -215,7 +216,8 @@ def cut_packed(rows: Sequence[Cut], micro_batch_tokens: int, num_ranks: int = 1)
         micro_batches = _spread(ordered, num_rounds * num_ranks)
         if all(len(part) <= 1 or _tokens(part) <= micro_batch_tokens for part in micro_batches):
             break
-        num_rounds += 1
+        # Rows of a little over half the budget need far more rounds than their tokens do.
+        num_rounds += max(1, num_rounds // 32)
     return sorted(filter(None, micro_batches), key=lambda part: (-_tokens(part), part[0].identity))
 
 

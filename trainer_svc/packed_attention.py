@@ -3,8 +3,7 @@
 A row is cut into spans of queries: prompts, and the answers to them. The keys of a span are its own tokens, behind
 those of the prompt that it continues, so a prompt that stands there once serves all its answers, and nothing is
 computed of pairs that may not see each other. On GPUs a row is one call of PyTorch's variable-length flash attention;
-elsewhere each span is a call of plain attention, which gives the same numbers and is slow where spans are many and
-short.
+elsewhere each span is a call of plain attention, which gives the same numbers.
 
 transformers lets a model take an attention function by name: `take_packed_attention` gives it this one. Calls without
 spans (padded rows, with a mask or without) are those of its own `sdpa`. What stands where in a row is decided in
@@ -191,7 +190,9 @@ def _attend_in_span(query: Tensor, key: Tensor, value: Tensor, scaling: float | 
         every = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device)
         mask = every.tril(len(key) - len(query))
     attended = nn.functional.scaled_dot_product_attention(
-        *(part.transpose(0, 1)[None] for part in (query, key, value)),
+        query.transpose(0, 1)[None],
+        key.transpose(0, 1)[None],
+        value.transpose(0, 1)[None],
         mask,
         is_causal=mask is None,
         scale=scaling,
