@@ -174,11 +174,12 @@ def attend_by_kernel(query: Tensor, key: Tensor, value: Tensor, spans: Spans, sc
 
 def attend_by_span(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scaling: float | None) -> Tensor:
     """The same in a call of plain attention for each span, on any device and in any dtype."""
-    num_keys = spans.key_bounds.diff().tolist()
+    num_queries, num_keys = spans.query_bounds.diff().tolist(), spans.key_bounds.diff().tolist()
+    # Split, not sliced: the gradient of each slice would be as long as the row.
     parts = zip(
-        query.split(spans.query_bounds.diff().tolist()),
-        _of_keys(key, spans).split(num_keys),
-        _of_keys(value, spans).split(num_keys),
+        torch.split(query, num_queries),
+        torch.split(_of_keys(key, spans), num_keys),
+        torch.split(_of_keys(value, spans), num_keys),
         strict=True,
     )
     return torch.cat([_attend_in_span(*of_span, scaling) for of_span in parts])
@@ -202,7 +203,11 @@ def _attend_in_span(query: Tensor, key: Tensor, value: Tensor, scaling: float | 
 
 
 def _of_keys(tensor: Tensor, spans: Spans) -> Tensor:
-    return tensor if spans.key_positions is None else tensor.index_select(0, spans.key_positions)
+    if spans.key_positions is None:
+        return tensor
+    # Wide on the way: gradients of a prompt's keys are summed over its answers.
+    wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return wide.index_select(0, spans.key_positions).to(tensor.dtype)
 
 
 def why_no_kernel(config: Any, device: torch.device, dtype: torch.dtype) -> str | None:
