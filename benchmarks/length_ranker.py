@@ -29,6 +29,7 @@ NUM_FOLDS = 4
 PASSES = 40
 SEED = 0
 SHARES = {"longest_20": 0.20, "longest_10": 0.10, "longest_5": 0.05}
+LAPTOP_MAX_TOKENS = 136
 RECALL_GOALS = {"laptop": 0.95, "smollm2": 0.80}
 TRAINING_LIMIT_S = 300.0
 SCORING_GOAL_PER_S = 1000.0
@@ -76,15 +77,19 @@ def measure() -> Result:
             "smollm2_max_tokens": kept.max_tokens,
         },
     )
-    result.cells += set_cells("laptop", laptop_prompts())
+    result.cells += set_cells("laptop", laptop_prompts(), LAPTOP_MAX_TOKENS)
     result.cells.append(Cell.limited("smollm2/cut", kept.cut_share, "of the answers", limit=0.05))
-    result.cells += set_cells("smollm2", smollm2_prompts(kept))
+    result.cells += set_cells("smollm2", smollm2_prompts(kept), kept.max_tokens)
     return result
 
 
-def set_cells(name: str, prompted: Sequence[Prompted]) -> list[Cell]:
-    """Recall beside other rankings, and times."""
-    scores = cross_validated(prompted)
+def set_cells(name: str, prompted: Sequence[Prompted], max_tokens: int) -> list[Cell]:
+    """Recall beside other rankings, and times.
+
+    Args:
+        max_tokens: answers are cut there, and so are forecasts, as the scheduler's.
+    """
+    scores = cross_validated(prompted, max_tokens)
     rankings: dict[str, Callable[[int], float]] = {
         "ranker": scores.forecasts.__getitem__,
         "by_task": scores.by_task.__getitem__,
@@ -117,7 +122,7 @@ def set_cells(name: str, prompted: Sequence[Prompted]) -> list[Cell]:
     ]
 
 
-def cross_validated(prompted: Sequence[Prompted]) -> Scores:
+def cross_validated(prompted: Sequence[Prompted], max_tokens: int) -> Scores:
     """Scores of every prompt by a ranker that has not learned from its fold."""
     from scheduler_svc.ranker.learner import BATCH_PROMPTS, LengthLearner
 
@@ -130,7 +135,8 @@ def cross_validated(prompted: Sequence[Prompted]) -> Scores:
         learner.learn([prompted[index].example for index in learned], PASSES * len(learned) // BATCH_PROMPTS)
         scores.training_s.append(time.process_time() - started)
         started = time.process_time()
-        forecasts = LengthForecast(learner.forecast([prompted[index].example.token_ids for index in held_out])).mean
+        lengths = learner.forecast([prompted[index].example.token_ids for index in held_out])
+        forecasts = LengthForecast(np.minimum(lengths, max_tokens)).mean
         scores.scoring_s += time.process_time() - started
         scores.forecasts.update(zip(held_out, forecasts.tolist(), strict=True))
         of_task = defaultdict(list)

@@ -231,11 +231,10 @@ def _samples(
 
 def _with_own_logprobs(samples: Sequence[TrainSample], policy: Policy) -> list[TrainSample]:
     rows = [[sample] for sample in samples]
-    micro_batch = collate(rows, _AGGREGATION)
-    logprobs = policy.answer_logprobs(micro_batch)
+    logprobs = policy.answer_logprobs(collate(rows, _AGGREGATION))
     return [
-        replace(sample, behaviour_logprobs=logprobs[place.row, place.targets(micro_batch.first_target)].tolist())
-        for sample, place in zip(samples, places(rows), strict=True)
+        replace(sample, behaviour_logprobs=logprobs[place.row, place.answer].tolist())
+        for sample, place in zip(samples, places(rows, packed=False), strict=True)
     ]
 
 

@@ -19,9 +19,11 @@ class Revocation(enum.Enum):
     """What a revoke met."""
 
     REVOKED = enum.auto()
-    """The sample waited, or had been given back before: it will not be sent."""
+    """The sample waited: it will not be sent."""
     ABORT = enum.auto()
     """The engine has it: abort it there; it will not be sent."""
+    GIVEN_BACK = enum.auto()
+    """It had been given back before."""
     SENT = enum.auto()
     """Its rollout is on its way."""
     KEPT = enum.auto()
@@ -137,7 +139,7 @@ class AssignmentQueue:
         if end is None:
             self._revoked_early.add(key)
             return Revocation.KEPT
-        return Revocation.SENT if end is _End.SENT else Revocation.REVOKED
+        return Revocation.SENT if end is _End.SENT else Revocation.GIVEN_BACK
 
     def give_back_waiting(self, samples: Iterable[Sample] | None = None) -> list[Sample]:
         """Takes waiting samples out for good.

@@ -257,7 +257,8 @@ class FakeEngine:
     def _catch_up(self) -> None:
         """Draws all tokens that are due, one ended answer after the other: each changes how long the next step is."""
         instance, now_s = self._instance, self._now_s()
-        while not self._paused and instance.running and instance.time_s < now_s:
+        # What is left of a step may be too short to move the clock on.
+        while not self._paused and instance.running and (instance.time_s < now_s or instance.next_event_s() <= now_s):
             for sequence in instance.step(now_s):
                 self._end(self._answers.pop(sequence.key))
             self._admit()

@@ -107,9 +107,11 @@ class GenerateLoop:
         self._cancel(key for key, met in answers if met is Revocation.ABORT)
         self.answers.not_revoked(key for key, met in answers if met is Revocation.SENT)
         for key, met in answers:
-            if met in (Revocation.REVOKED, Revocation.ABORT):
+            if met in (Revocation.REVOKED, Revocation.ABORT, Revocation.GIVEN_BACK):
                 self.answers.given_back(key, self._queue.given_back_dispatch(key))
-        if any(met is not Revocation.KEPT for _, met in answers):
+        # The scheduler asks again in each of its answers. What it was told before is told again, but not at once: until
+        # a sample that is on its way here has come, each would have the other speak again without a pause.
+        if any(met in (Revocation.REVOKED, Revocation.ABORT, Revocation.SENT) for _, met in answers):
             self._say_now()
         self._changed.set()
 
@@ -126,10 +128,11 @@ class GenerateLoop:
         """The scheduler has a better place for these, if they have not begun."""
         begun = {sample.key for sample in self._queue.running} - {sample.key for sample in self._unstarted()}
         wanted = list(keys)
-        self.answers.not_revoked(key for key in wanted if key in begun)
+        if kept := [key for key in wanted if key in begun]:
+            self.answers.not_revoked(kept)
+            self._say_now()
         # Of one that has begun after all, what there is goes along.
         self.hand_over([key for key in wanted if key not in begun])
-        self._say_now()
 
     def announce(self, weight_version: int) -> None:
         """The newest version that the scheduler knows. Repeating it is harmless."""

@@ -20,7 +20,7 @@ class GeneratorSection(SamplingView):
 
     engine: Literal["vllm", "fake"] = "vllm"
     """vllm: real inference. fake: made-up answers after made-up times, for tests of everything around the engine."""
-    max_running: PositiveInt = 64
+    max_running: Annotated[int, Field(gt=0, le=65_536)] = 64
     """Most sequences that an instance's engine runs at once."""
     kv_cache_gib: Annotated[float, Field(ge=0, le=1_000_000)] = 0.0
     """Memory of an instance's KV cache. 0: on GPUs what `gpu_memory_utilization` leaves, on CPUs 1 GiB."""

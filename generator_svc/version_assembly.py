@@ -18,10 +18,6 @@ if TYPE_CHECKING:
     from blake3 import blake3
 
 
-class DamagedTensorError(WeightTransferError):
-    """A tensor arrived with another digest than it should have."""
-
-
 class VersionAssembly:
     """Knows which byte comes next. For one thread."""
 
@@ -46,8 +42,8 @@ class VersionAssembly:
     def add(self, chunk: FetchedChunk) -> None:
         """
         Raises:
-            WeightTransferError: not the chunk that comes next, or one that cannot be decoded.
-            DamagedTensorError: it completes a tensor whose digest disagrees.
+            WeightTransferError: not the chunk that comes next, one that cannot be decoded, or one that completes a
+                tensor whose digest disagrees.
         """
         stretch = chunk.stretch
         if stretch.tensor_index > self.tensor_index:
@@ -67,7 +63,7 @@ class VersionAssembly:
         """The stream of a difference has ended: what is left is the same in the base, if the stream was whole.
 
         Raises:
-            DamagedTensorError: it is not.
+            WeightTransferError: it is not.
         """
         self._copy_same(len(self._tensors))
 
@@ -111,7 +107,7 @@ class VersionAssembly:
         while not self.complete and self.offset == self._tensors[self.tensor_index].num_bytes:
             expected = self._tensors[self.tensor_index]
             if self._digest.hexdigest() != expected.digest:
-                raise DamagedTensorError(
+                raise WeightTransferError(
                     f"{expected.name} arrived with digest {self._digest.hexdigest()} instead of {expected.digest}"
                 )
             self.tensor_index += 1

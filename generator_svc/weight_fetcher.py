@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from generator_svc.fabric_receiver import FabricReceiver
-from generator_svc.version_assembly import DamagedTensorError, VersionAssembly
+from generator_svc.version_assembly import VersionAssembly
 from generator_svc.version_buffer import VersionBuffer
 from streamrl.adapters import why_unfit
 from streamrl.digest import version_digest
@@ -44,7 +44,7 @@ _STREAM_DEADLINE_S = 60.0
 """A stream that is still moving then goes on with the next call; one that hangs is found out."""
 _RETRY_WAIT_S = 0.5
 _MAX_DAMAGES = 3
-"""So often tensors may arrive damaged before the version is given up."""
+"""So often data may arrive damaged before the version is given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,14 +188,14 @@ class WeightFetch:
                     self._stream(assembly, patience)
                 except UnavailableError as error:
                     patience.wait_after(error)
-                except DamagedTensorError as error:
+                except RefusedError as error:
+                    raise WeightTransferError(f"version {version} cannot be fetched: {error}") from error
+                except WeightTransferError as error:
                     self._damages += 1
                     if self._damages > _MAX_DAMAGES:
                         raise
                     assembly.take_tensor_again()
                     patience.wait_after(error)
-                except RefusedError as error:
-                    raise WeightTransferError(f"version {version} cannot be fetched: {error}") from error
         except BaseException:
             buffer.close()
             raise

@@ -3,9 +3,11 @@
 import asyncio
 import importlib.util
 import logging
+import re
 import time
 from collections.abc import Awaitable
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 from scheduler_svc.control_servicer import SchedulerServicer
 from scheduler_svc.known_lengths import read_known_lengths
@@ -29,6 +31,8 @@ RANKER_FOLDER = "ranker"
 """In the run's folder."""
 
 SERVICE_NAME = "streamrl.v1.SchedulerService"
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 async def serve(settings: SchedulerSettings, instance: str, stop: asyncio.Event) -> None:
@@ -127,10 +131,30 @@ def _uses_ranker(settings: SchedulerSettings) -> bool:
     return True
 
 
-def _check(settings: SchedulerSettings) -> None:
+def check(settings: SchedulerSettings) -> None:
+    """
+    Raises:
+        ValueError: what the settings name is not here.
+    """
     _known_lengths(settings)
+    if base_model := settings.scheduler.ranker_base_model:
+        _check_base_model(base_model)
+
+
+def _check_base_model(path: str) -> None:
+    if Path(path).is_dir():
+        if not Path(path, "config.json").is_file():
+            raise ValueError(
+                f"scheduler.ranker_base_model: {path} has no config.json: expected the folder of a causal language "
+                "model in Hugging Face's layout"
+            )
+    elif _HUB_NAME.fullmatch(path) is None:
+        raise ValueError(
+            f"scheduler.ranker_base_model: there is no folder {path} (looked in {Path.cwd()}), and it is no hub name "
+            "(owner/name)"
+        )
 
 
 def main() -> int:
     """`python -m scheduler_svc SETTINGS.json`."""
-    return service.main(service.Service("scheduler_svc", SchedulerSettings, serve, _check))
+    return service.main(service.Service("scheduler_svc", SchedulerSettings, serve, check))

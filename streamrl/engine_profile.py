@@ -1,6 +1,5 @@
 """How fast an engine is, as `streamrl profile` writes it to a file and an instance reads it from there."""
 
-import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,9 +7,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from streamrl.v1.scheduler_pb2 import EngineProfile, StepLatency
 
-_Size = Annotated[int, Field(gt=0)]
-_Step = Annotated[float, Field(gt=0, lt=math.inf)]
-_Milliseconds = Annotated[float, Field(ge=0, lt=math.inf)]
+_HOUR_MS = 3_600_000
+_Size = Annotated[int, Field(gt=0, le=2**31 - 1)]
+_Step = Annotated[float, Field(ge=1e-6, le=_HOUR_MS, allow_inf_nan=False)]
+_Milliseconds = Annotated[float, Field(ge=0, le=_HOUR_MS, allow_inf_nan=False)]
 
 
 class _Saved(BaseModel):
@@ -42,9 +42,9 @@ def from_file(file: Path) -> EngineProfile:
         raise ValueError(f"the profile {file} cannot be read: {error}") from error
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
+        place = "".join(f"{part}: " for part in first["loc"])
         raise ValueError(
-            f"{file} is no profile as `streamrl profile --out` writes it: {place}: {first['msg']}"
+            f"{file} is no profile as `streamrl profile --out` writes it: {place}{first['msg']}"
         ) from error
     return EngineProfile(
         steps=[

@@ -184,6 +184,12 @@ class RpcSection(Section):
     patience_s: Seconds = 120.0
     """How long a service goes on trying to reach a peer that does not answer before it gives up."""
 
+    @field_validator("trust")
+    @classmethod
+    def _found_from_everywhere(cls, value: Path | None) -> Path | None:
+        """`streamrl status` and its like may be called in another folder than the run was."""
+        return None if value is None else value.absolute()
+
 
 _MAX_RETENTION_HOURS = 100 * 365 * 24.0
 _MAX_MESSAGE_BYTES = 1_000_000_000

@@ -1,7 +1,11 @@
 """From the settings to what is trained and how: networks, and the recipe of a batch."""
 
+import logging
 import math
 from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
 
 from trainer_svc.adapters import LoraRules, add_adapters
 from trainer_svc.algorithms import ALGORITHMS
@@ -19,20 +23,24 @@ from trainer_svc.losses import (
 from trainer_svc.models import ModelFiles
 from trainer_svc.networks import Networks
 from trainer_svc.optimizer import OptimizerRules
+from trainer_svc.packed_attention import take_packed_attention, why_no_kernel, why_not_packed
 from trainer_svc.policy import Policy
 from trainer_svc.reference import PolicyWithoutAdapters, Reference
 from trainer_svc.settings import TrainerSettings
-from trainer_svc.sharded_model import Sharding, import_deepspeed
+from trainer_svc.sharded_model import DTYPES, Sharding, import_deepspeed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 
 def networks_of(settings: TrainerSettings, model: ModelFiles) -> Networks:
     """Loads the model as often as the algorithm needs it. Every rank calls it.
 
     Raises:
-        ValueError: as `ModelFiles.load_model` and `add_adapters`.
+        ValueError: as `ModelFiles.load_model` and `add_adapters`; offloading or packing is asked for where it cannot
+            be.
     """
     trainer, temperature = settings.trainer, settings.generator.temperature
     has_critic, warm_up = ALGORITHMS[trainer.algorithm].has_critic, trainer.critic_warmup_iterations
@@ -40,8 +48,16 @@ def networks_of(settings: TrainerSettings, model: ModelFiles) -> Networks:
         trainer.zero_stage, settings.model.dtype, trainer.gradient_checkpointing, "optimizer" in trainer.offload
     )
     _refuse_offload_on_cpu(settings)
+    actor = _learning_model(settings, model)
+    packs = _packs(settings, actor)
+
+    def ready(loaded: "PreTrainedModel") -> "PreTrainedModel":
+        if packs:
+            take_packed_attention(loaded)
+        return loaded
+
     policy = Policy(
-        _learning_model(settings, model),
+        ready(actor),
         objective=_objective(settings),
         temperature=temperature,
         rules=_rules(settings, trainer.learning_rate, trainer.num_iterations - (warm_up if has_critic else 0)),
@@ -52,12 +68,15 @@ def networks_of(settings: TrainerSettings, model: ModelFiles) -> Networks:
         reference = PolicyWithoutAdapters(policy)
     elif trainer.kl != "none":
         reference = Reference(
-            model.load_model(), temperature=temperature, sharding=sharding, offload="reference" in trainer.offload
+            ready(model.load_model()),
+            temperature=temperature,
+            sharding=sharding,
+            offload="reference" in trainer.offload,
         )
     critic = None
     if has_critic:
         critic = Critic(
-            _learning_model(settings, model),
+            ready(_learning_model(settings, model)),
             clip=trainer.value_clip or math.inf,
             rules=_rules(settings, trainer.critic_rate, trainer.num_iterations),
             sharding=sharding,
@@ -65,9 +84,33 @@ def networks_of(settings: TrainerSettings, model: ModelFiles) -> Networks:
     return Networks(policy, reference, critic, keeps_proximal=_keeps_proximal(settings))
 
 
+def _device() -> torch.device:
+    """Where this rank computes."""
+    return torch.device(import_deepspeed().accelerator.get_accelerator().current_device_name())
+
+
+def _packs(settings: TrainerSettings, model: "PreTrainedModel") -> bool:
+    """Whether micro-batches are packed: the same on every rank."""
+    packing, device = settings.trainer.packing, _device()
+    if packing == "off" or (packing == "auto" and device.type == "cpu"):
+        return False
+    why_not = why_not_packed(model)
+    # On CPUs attention is computed without the kernel.
+    if why_not is None and device.type != "cpu":
+        why_not = why_no_kernel(model.config, device, DTYPES[settings.model.dtype])
+    packs = torch.tensor(int(why_not is None), device=device)
+    dist.all_reduce(packs, op=dist.ReduceOp.MIN)
+    if packs:
+        return True
+    why_not = why_not or "another rank cannot"
+    if packing == "on":
+        raise ValueError(f"trainer.packing is on: {why_not}. Leave it out")
+    logger.info("micro-batches are padded: %s", why_not)
+    return False
+
+
 def _refuse_offload_on_cpu(settings: TrainerSettings) -> None:
-    device = import_deepspeed().accelerator.get_accelerator().current_device_name()
-    if settings.trainer.offload and device == "cpu":
+    if settings.trainer.offload and _device().type == "cpu":
         raise ValueError(
             f"trainer.offload is {', '.join(settings.trainer.offload)}: this machine trains on its CPUs, and all is in "
             "host memory already. Leave it out"

@@ -72,7 +72,7 @@ class ValueModel(nn.Module):
         """As that of transformers."""
         self.body.gradient_checkpointing_enable(options)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, **attention: Tensor | None) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, **attention: Any) -> Tensor:
         """Values (rows, len(positions)) after the tokens at these positions of `input_ids` (rows, width)."""
         hidden = self.body(input_ids=input_ids, use_cache=False, **attention).last_hidden_state
         values: Tensor = self.value_head(hidden[:, positions])
@@ -98,7 +98,7 @@ class Critic:
 
     @torch.no_grad()
     def values(self, micro_batch: MicroBatch) -> Tensor:
-        """Of the state before each target, (rows, width - first_target): what the token before it has seen."""
+        """Of the state before each target, (rows, targets): what the token before it has seen."""
         return self._values(micro_batch.to(self._model.device))
 
     def accumulate(self, micro_batch: MicroBatch) -> None:
@@ -113,9 +113,10 @@ class Critic:
         self._num_passes += 1
 
     def _values(self, micro_batch: MicroBatch) -> Tensor:
-        token_ids = micro_batch.token_ids
-        positions = torch.arange(micro_batch.first_target - 1, token_ids.shape[1] - 1, device=token_ids.device)
-        values: Tensor = self._model(input_ids=token_ids, positions=positions, **attention_inputs(micro_batch))
+        positions = micro_batch.targets - 1
+        values: Tensor = self._model(
+            input_ids=micro_batch.token_ids, positions=positions, **attention_inputs(micro_batch)
+        )
         return values
 
     def step(self, global_count: float) -> CriticStats:

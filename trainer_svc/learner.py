@@ -24,6 +24,7 @@ from trainer_svc.microbatches import (
     TrainSample,
     collate,
     cut,
+    cut_packed,
     deal,
     decode,
     empty_micro_batch,
@@ -60,6 +61,7 @@ class Learner:
         self._aggregation = aggregation
         self._micro_batch_tokens = micro_batch_tokens
         self._row_cost = row_cost
+        self._packed = networks.policy.packs
 
     @property
     def num_ranks(self) -> int:
@@ -74,11 +76,9 @@ class Learner:
             found = self._gather_found(self._networks.prepare(own))
             for part, of_rank in zip(parts, found, strict=False):
                 rows = [row.samples for row in part]
-                first_target = min(len(row[0].prompt_token_ids) for row in rows)
                 whose = (sample for row in rows for sample in row)
-                for sample, place in zip(whose, places(rows), strict=True):
-                    answer = place.targets(first_target)
-                    of_sample = {name: values[place.row, answer].clone() for name, values in of_rank.items()}
+                for sample, place in zip(whose, places(rows, packed=self._packed), strict=True):
+                    of_sample = {name: values[place.row, place.answer].clone() for name, values in of_rank.items()}
                     prepared.append(replace(sample, **of_sample))  # type: ignore[arg-type]
         self._say("end_preparing")
         self._networks.end_preparing()
@@ -100,14 +100,15 @@ class Learner:
         # A row that is longer than a rank's part would leave others without work.
         part_tokens = sum(sample.num_tokens for sample in samples) // self.num_ranks
         rows = make_rows(samples, self._row_cost, min(self._micro_batch_tokens, part_tokens))
-        for round_ in deal(cut(rows, self._micro_batch_tokens, self.num_ranks), self.num_ranks, []):
-            micro_batches = [
-                collate([row.samples for row in part], self._aggregation) if part else empty_micro_batch()
-                for part in round_
-            ]
+        parts = (cut_packed if self._packed else cut)(rows, self._micro_batch_tokens, self.num_ranks)
+        for round_ in deal(parts, self.num_ranks, []):
+            micro_batches = [self._collated(part) if part else empty_micro_batch() for part in round_]
             if self.num_ranks > 1:
                 self._say(task, {}, [encode(micro_batch) for micro_batch in micro_batches])
             yield [part for part in round_ if part], micro_batches[0]
+
+    def _collated(self, rows: Sequence[Row]) -> MicroBatch:
+        return collate([row.samples for row in rows], self._aggregation, packed=self._packed)
 
     def _gather_found(self, own: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
         """What each rank has found, on every rank."""

@@ -1,7 +1,8 @@
 """What training takes of a device's memory, by part, counted before anything is loaded. Pure.
 
 Estimates for transformers of the usual form (attention, gated MLP, RMS norms). Left out: what libraries take for
-themselves, fragmentation, and masks of shared rows.
+themselves, fragmentation, and what answers that share a prompt need besides their tokens: a mask where they are padded,
+the prompt's keys and values once for each where they are packed.
 """
 
 import math

@@ -1,25 +1,35 @@
 """Cutting trainable samples into micro-batches by token budget, and micro-batches as tensors and bytes.
 
 Plans are pure functions over lengths. A row is one prompt and one answer, or several answers to it (rows.py decides
-which), padded on the right: under causal attention nothing that is trained can see padding there, so no attention mask
-is needed while each row holds one answer. Where a row holds several, `segments` says what may see what, and
-`position_ids` where each answer would stand if it were alone.
+which). A micro-batch holds its rows in one of two ways:
+
+* padded: below each other, padded on the right. Under causal attention nothing that is trained can see padding there,
+  so no attention mask is needed while each row holds one answer. Where a row holds several, `segments` says what may
+  see what.
+* packed: one behind the other in one row, without padding, where the model has taken trainer_svc/packed_attention.py,
+  whose `spans` say what may see what.
+
+`position_ids` say where each answer would stand if it were alone.
 """
 
+import heapq
+import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import NamedTuple, Protocol, Self, TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import safetensors.torch
 import torch
 from torch import Tensor
 
 from trainer_svc.losses import Aggregation
+from trainer_svc.packed_attention import Spans, lay_out
 
 T = TypeVar("T")
 
-_NUMBERS = ("first_target", "num_samples")
+_SPANS = "spans."
+"""Before the names of their parts in an encoded micro-batch."""
 _OPTIONAL_FIELDS = ("reference_logprobs", "proximal_logprobs", "values", "returns")
 """Of samples and micro-batches alike."""
 
@@ -68,45 +78,45 @@ class TrainSample:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one forward and backward pass takes; `width` is its longest row.
-
-    Position t of the targets belongs to the prediction of token `first_target + t`, made at the token before it. Tokens
-    before `first_target` are prompt in every row: no logits are computed for them.
-    """
+    """What one forward and backward pass takes; `width` is its longest row, or its only one where it is packed."""
 
     token_ids: Tensor
     """(rows, width), int64."""
-    first_target: int
+    targets: Tensor
+    """(targets,), int64: the places of the tokens that are predicted, each from the token before it; the same in every
+    row. No logits are computed for others, which are prompt in every row."""
     num_samples: int
     behaviour_logprobs: Tensor
-    """(rows, width - first_target), float32, as `TrainSample` has it; 0 for prompt and padding, here and below."""
+    """(rows, targets), float32, as `TrainSample` has it; 0 for prompt and padding, here and below."""
     advantages: Tensor
-    """(rows, width - first_target), float32."""
+    """(rows, targets), float32."""
     sample_index: Tensor
-    """(rows, width - first_target), int64: which sample a token is of, below `num_samples`; any where its weight is
+    """(rows, targets), int64: which sample a token is of, below `num_samples`; any where its weight is
     0."""
     weights: Tensor
-    """(rows, width - first_target), float32: the token's weight in the loss."""
+    """(rows, targets), float32: the token's weight in the loss."""
     own_version: Tensor
-    """(rows, width - first_target), bool."""
+    """(rows, targets), bool."""
     reference_logprobs: Tensor | None = None
-    """(rows, width - first_target), float32. This and the next three are None where a sample lacks it."""
+    """(rows, targets), float32. This and the next three are None where a sample lacks it."""
     proximal_logprobs: Tensor | None = None
     values: Tensor | None = None
     returns: Tensor | None = None
     segments: Tensor | None = None
     """(rows, width), int64: 0 for a prompt, which all of its row may see, j for its j-th answer, -1 for padding. None:
-    each row holds one answer."""
+    it is packed, or each row holds one answer."""
+    spans: Spans | None = None
+    """None: it is padded."""
     position_ids: Tensor | None = None
-    """(rows, width), int64; with `segments`."""
+    """(rows, width), int64; with `segments` or `spans`."""
 
     def to(self, device: torch.device) -> Self:
         """The same on another device; without a copy when it is there already."""
-        tensors = {name: tensor.to(device, non_blocking=True) for name, tensor in self.tensors().items()}
-        return type(self)(first_target=self.first_target, num_samples=self.num_samples, **tensors)
+        tensors: dict[str, Any] = {name: each.to(device, non_blocking=True) for name, each in self.tensors().items()}
+        return replace(self, spans=self.spans.to(device) if self.spans is not None else None, **tensors)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by field name."""
+        """The tensors by field name, those of the spans apart."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
@@ -189,6 +199,43 @@ def _round_ends(lengths: Sequence[int], start: int, size: int, num_ranks: int) -
     return ends
 
 
+def cut_packed(rows: Sequence[Cut], micro_batch_tokens: int, num_ranks: int = 1) -> list[list[Cut]]:
+    """Cuts rows into packed micro-batches of at most `micro_batch_tokens`; `deal` gives them to ranks.
+
+    In as few rounds of one micro-batch a rank as hold them (to a 32nd), all of about as many tokens: longest first,
+    each row goes to the micro-batch that has the fewest so far. No row is split; one that is longer than the budget
+    gets a micro-batch of its own. The largest comes first. The same rows are cut in the same way whatever order they
+    come in.
+    """
+    if micro_batch_tokens < 1:
+        raise ValueError(f"micro_batch_tokens must be at least 1, got {micro_batch_tokens}")
+    ordered = sorted(rows, key=lambda row: (-row.num_tokens, row.identity))
+    num_tokens = sum(min(row.num_tokens, micro_batch_tokens) for row in ordered)
+    num_rounds = -(-num_tokens // (micro_batch_tokens * num_ranks))
+    while True:
+        micro_batches = _spread(ordered, num_rounds * num_ranks)
+        if all(len(part) <= 1 or _tokens(part) <= micro_batch_tokens for part in micro_batches):
+            break
+        # Rows of a little over half the budget need far more rounds than their tokens do.
+        num_rounds += max(1, num_rounds // 32)
+    return sorted(filter(None, micro_batches), key=lambda part: (-_tokens(part), part[0].identity))
+
+
+def _spread(rows: Sequence[Cut], num_parts: int) -> list[list[Cut]]:
+    """Rows in falling order of length into parts of about as many tokens; some are empty where rows are few."""
+    parts: list[list[Cut]] = [[] for _ in range(num_parts)]
+    smallest = [(0, number) for number in range(num_parts)]
+    for row in rows:
+        num_tokens, number = smallest[0]
+        parts[number].append(row)
+        heapq.heapreplace(smallest, (num_tokens + row.num_tokens, number))
+    return parts
+
+
+def _tokens(rows: Sequence[HasTokens]) -> int:
+    return sum(row.num_tokens for row in rows)
+
+
 def deal(micro_batches: Sequence[T], num_ranks: int, empty: T) -> list[list[T]]:
     """Rounds of one micro-batch a rank, neighbours together, the last one filled with `empty`.
 
@@ -209,50 +256,67 @@ class Place(NamedTuple):
     row: int
     block: slice
     """Of the row's tokens: the prompt's last token and the answer."""
-
-    def targets(self, first_target: int) -> slice:
-        """Of the row's targets: the answer."""
-        return slice(self.block.start + 1 - first_target, self.block.stop - first_target)
+    answer: slice
+    """Of the row's targets."""
 
 
-def places(rows: Sequence[Sequence[TrainSample]]) -> list[Place]:
+def places(rows: Sequence[Sequence[TrainSample]], *, packed: bool) -> list[Place]:
     """Of the samples, row by row, as `collate` lays them out."""
-    found = []
-    for number, row in enumerate(rows):
-        start = len(row[0].prompt_token_ids) - 1
+    first_target = min(len(row[0].prompt_token_ids) for row in rows)
+    found: list[Place] = []
+    num_targets = 0
+    for (number, start), row in zip(_corners(rows, packed=packed), rows, strict=True):
+        start += len(row[0].prompt_token_ids) - 1
         for sample in row:
-            end = start + 1 + len(sample.answer_token_ids)
-            found.append(Place(number, slice(start, end)))
-            start = end
+            num_tokens = len(sample.answer_token_ids)
+            # A padded row's targets are all tokens from the first on, a packed row's are the answers alone.
+            first = num_targets if packed else start + 1 - first_target
+            found.append(Place(number, slice(start, start + 1 + num_tokens), slice(first, first + num_tokens)))
+            start += 1 + num_tokens
+            num_targets += num_tokens
     return found
 
 
-def collate(rows: Sequence[Sequence[TrainSample]], aggregation: Aggregation) -> MicroBatch:
+def _corners(rows: Sequence[Sequence[TrainSample]], *, packed: bool) -> list[tuple[int, int]]:
+    """Of each row, in which of the micro-batch's it begins, and at which token."""
+    if not packed:
+        return [(number, 0) for number in range(len(rows))]
+    ends = itertools.accumulate((row_tokens(row) for row in rows), initial=0)
+    return [(0, start) for start, _ in zip(ends, rows, strict=False)]
+
+
+def collate(rows: Sequence[Sequence[TrainSample]], aggregation: Aggregation, *, packed: bool = False) -> MicroBatch:
     """The tensors of one micro-batch.
 
     Args:
         rows: at least one, each of one sample or of several that have the same prompt. Samples are numbered row by row.
+        packed: rows stand one behind the other instead of below each other.
     """
-    prompts = [row[0].prompt_token_ids for row in rows]
-    width, first_target = max(row_tokens(row) for row in rows), min(len(prompt) for prompt in prompts)
-    shape = len(rows), width - first_target
-    token_ids = torch.zeros(len(rows), width, dtype=torch.int64)
-    segments = torch.full((len(rows), width), -1, dtype=torch.int64)
-    position_ids = torch.zeros(len(rows), width, dtype=torch.int64)
-    for number, prompt in enumerate(prompts):
-        shared_part = slice(0, len(prompt) - 1)
-        token_ids[number, shared_part] = torch.tensor(prompt[:-1], dtype=torch.int64)
+    where = places(rows, packed=packed)
+    lengths = [row_tokens(row) for row in rows]
+    num_rows, width = (1, sum(lengths)) if packed else (len(rows), max(lengths))
+    if packed:
+        targets = torch.cat([torch.arange(place.block.start + 1, place.block.stop) for place in where])
+    else:
+        targets = torch.arange(min(len(row[0].prompt_token_ids) for row in rows), width)
+    token_ids = torch.zeros(num_rows, width, dtype=torch.int64)
+    segments = torch.full((num_rows, width), -1, dtype=torch.int64)
+    position_ids = torch.zeros(num_rows, width, dtype=torch.int64)
+    for (number, start), row in zip(_corners(rows, packed=packed), rows, strict=True):
+        shared = row[0].prompt_token_ids[:-1]
+        shared_part = slice(start, start + len(shared))
+        token_ids[number, shared_part] = torch.tensor(shared, dtype=torch.int64)
         segments[number, shared_part] = 0
-        position_ids[number, shared_part] = torch.arange(len(prompt) - 1)
+        position_ids[number, shared_part] = torch.arange(len(shared))
     samples = [sample for row in rows for sample in row]
     optional = [name for name in _OPTIONAL_FIELDS if all(getattr(sample, name) is not None for sample in samples)]
+    shape = num_rows, len(targets)
     by_token = {name: torch.zeros(shape) for name in ("behaviour_logprobs", "advantages", "weights", *optional)}
     sample_index = torch.zeros(shape, dtype=torch.int64)
     own_version = torch.zeros(shape, dtype=torch.bool)
     segment_numbers = [segment for row in rows for segment in range(1, len(row) + 1)]
-    for index, (sample, place, segment) in enumerate(zip(samples, places(rows), segment_numbers, strict=True)):
-        number, block = place
-        answer = place.targets(first_target)
+    for index, (sample, place, segment) in enumerate(zip(samples, where, segment_numbers, strict=True)):
+        number, block, answer = place
         prompt_length, num_tokens = len(sample.prompt_token_ids), len(sample.answer_token_ids)
         token_ids[number, block] = torch.tensor([sample.prompt_token_ids[-1], *sample.answer_token_ids])
         segments[number, block] = segment
@@ -264,16 +328,24 @@ def collate(rows: Sequence[Sequence[TrainSample]], aggregation: Aggregation) -> 
             by_token[name][number, answer] = getattr(sample, name)
         sample_index[number, answer] = index
         own_version[number, answer] = torch.tensor(sample.own_version)
-    shared = len(samples) > len(rows)
+    masked = not packed and len(samples) > len(rows)
     return MicroBatch(
         token_ids=token_ids,
-        first_target=first_target,
+        targets=targets,
         num_samples=len(samples),
         sample_index=sample_index,
         own_version=own_version,
-        segments=segments if shared else None,
-        position_ids=position_ids if shared else None,
+        segments=segments if masked else None,
+        spans=_spans(rows) if packed else None,
+        position_ids=position_ids if packed or masked else None,
         **by_token,
+    )
+
+
+def _spans(rows: Sequence[Sequence[TrainSample]]) -> Spans:
+    """Of rows that stand one behind the other."""
+    return lay_out(
+        [(len(row[0].prompt_token_ids) - 1, [1 + len(sample.answer_token_ids) for sample in row]) for row in rows]
     )
 
 
@@ -287,27 +359,37 @@ def attention_mask(segments: Tensor) -> Tensor:
 
 def empty_micro_batch() -> MicroBatch:
     """A pass that changes nothing, for a rank that has no samples left while others have: one token of weight 0."""
+    zeros: dict[str, Any] = {
+        name: torch.zeros(1, 1) for name in ("behaviour_logprobs", "advantages", "weights", *_OPTIONAL_FIELDS)
+    }
     return MicroBatch(
         token_ids=torch.zeros(1, 2, dtype=torch.int64),
-        first_target=1,
+        targets=torch.ones(1, dtype=torch.int64),
         num_samples=1,
         sample_index=torch.zeros(1, 1, dtype=torch.int64),
         own_version=torch.zeros(1, 1, dtype=torch.bool),
-        **{name: torch.zeros(1, 1) for name in ("behaviour_logprobs", "advantages", "weights", *_OPTIONAL_FIELDS)},
+        **zeros,
     )
 
 
 def encode(micro_batch: MicroBatch) -> bytes:
     """A micro-batch as safetensors, for another rank."""
-    numbers = {name: torch.tensor(getattr(micro_batch, name)) for name in _NUMBERS}
-    return safetensors.torch.save({**micro_batch.tensors(), **numbers})
+    parts: dict[str, Any] = {**micro_batch.tensors(), "num_samples": micro_batch.num_samples}
+    if micro_batch.spans is not None:
+        parts |= {_SPANS + field.name: getattr(micro_batch.spans, field.name) for field in fields(Spans)}
+    return safetensors.torch.save({name: torch.as_tensor(part) for name, part in parts.items() if part is not None})
 
 
 def decode(data: bytes) -> MicroBatch:
     """The inverse of `encode`."""
-    tensors = safetensors.torch.load(data)
-    numbers = {name: int(tensors.pop(name)) for name in _NUMBERS}
-    return MicroBatch(**numbers, **tensors)  # type: ignore[arg-type]
+    tensors: dict[str, Any] = safetensors.torch.load(data)
+    parts: dict[str, Any] = {"key_positions": None}
+    for name in [name for name in tensors if name.startswith(_SPANS)]:
+        part = tensors.pop(name)
+        parts[name.removeprefix(_SPANS)] = part if part.ndim else int(part)
+    num_samples = int(tensors.pop("num_samples"))
+    spans = Spans(**parts) if "query_bounds" in parts else None
+    return MicroBatch(**tensors, num_samples=num_samples, spans=spans)
 
 
 def loss_count(samples: Sequence[TrainSample], aggregation: Aggregation) -> float:

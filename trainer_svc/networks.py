@@ -30,7 +30,7 @@ class Networks:
         return self.reference is not None or self.critic is not None or self.keeps_proximal
 
     def prepare(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
-        """What forward passes say of a micro-batch, by field of `TrainSample`: (rows, width - first_target), float32,
+        """What forward passes say of a micro-batch, by field of `TrainSample`: (rows, targets), float32,
         on the CPU."""
         found = {}
         if self.reference is not None:

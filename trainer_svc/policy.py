@@ -16,6 +16,7 @@ from trainer_svc.adapters import WeightForm
 from trainer_svc.losses import MAX_NAMES, SUM_NAMES, PolicyObjective, policy_loss
 from trainer_svc.microbatches import MicroBatch, attention_mask, empty_micro_batch
 from trainer_svc.optimizer import OptimizerRules
+from trainer_svc.packed_attention import PACKED
 from trainer_svc.rows import row_cost_of
 from trainer_svc.sharded_model import ShardedModel, Sharding
 from trainer_svc.token_logprobs import token_logprobs
@@ -78,10 +79,12 @@ class Policy:
         """
         self._objective = objective
         self._temperature = temperature
-        config = model.config
+        config: Any = model.config
         self._model = ShardedModel(model, rules, sharding)
         self.row_cost = row_cost_of(config, self._model.num_parameters)
         """What a row of tokens costs; None: answers of this model cannot share one."""
+        self.packs = config._attn_implementation == PACKED
+        """Whether micro-batches are packed."""
         self._start_sums()
 
     @property
@@ -106,7 +109,7 @@ class Policy:
 
     @torch.no_grad()
     def answer_logprobs(self, micro_batch: MicroBatch) -> Tensor:
-        """Of each answer token, under the present weights: (rows, width - first_target), as `MicroBatch` has them."""
+        """Of each answer token, under the present weights: (rows, targets), as `MicroBatch` has them."""
         return answer_logprobs(self._model, micro_batch.to(self.device), self._temperature)[0]
 
     @torch.no_grad()
@@ -164,7 +167,8 @@ class Policy:
         token_ids = torch.zeros(len(sequences), width, dtype=torch.int64)
         for row, sequence in enumerate(sequences):
             token_ids[row, : len(sequence)] = torch.tensor(sequence)
-        logprobs, _ = _target_logprobs(self._model, token_ids.to(self.device), 1, temperature, {})
+        targets = torch.arange(1, width, device=self.device)
+        logprobs, _ = _target_logprobs(self._model, token_ids.to(self.device), targets, temperature, {})
         rows = logprobs.tolist()
         return [row[: len(sequence) - 1] for row, sequence in zip(rows, sequences, strict=True)]
 
@@ -186,23 +190,24 @@ class Policy:
 
 
 def answer_logprobs(model: Callable[..., Any], micro_batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies (rows, width - first_target) of a micro-batch's targets, by a causal language model of
-    transformers."""
+    """Log-probs and entropies (rows, targets) of a micro-batch's targets, by a causal language model of transformers,
+    which has taken trainer_svc/packed_attention.py if the micro-batch is packed."""
     inputs = attention_inputs(micro_batch)
-    return _target_logprobs(model, micro_batch.token_ids, micro_batch.first_target, temperature, inputs)
+    return _target_logprobs(model, micro_batch.token_ids, micro_batch.targets, temperature, inputs)
 
 
-def attention_inputs(micro_batch: MicroBatch) -> dict[str, Tensor | None]:
-    """Without segments there is no attention mask: rows are padded on the right, where causal attention does not look,
-    and the kernels for plain causal attention are used."""
+def attention_inputs(micro_batch: MicroBatch) -> dict[str, Any]:
+    """Without segments there is no attention mask: rows are packed, or padded on the right, where causal attention does
+    not look, and the kernels for plain causal attention are used."""
+    if micro_batch.spans is not None:
+        return {"spans": micro_batch.spans, "position_ids": micro_batch.position_ids}
     if micro_batch.segments is None:
         return {}
     return {"attention_mask": attention_mask(micro_batch.segments), "position_ids": micro_batch.position_ids}
 
 
 def _target_logprobs(
-    model: Callable[..., Any], token_ids: Tensor, first_target: int, temperature: float, inputs: dict[str, Any]
+    model: Callable[..., Any], token_ids: Tensor, targets: Tensor, temperature: float, inputs: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    positions = torch.arange(first_target - 1, token_ids.shape[1] - 1, device=token_ids.device)
-    logits = model(input_ids=token_ids, use_cache=False, logits_to_keep=positions, **inputs).logits
-    return token_logprobs(logits, token_ids[:, first_target:], temperature=temperature)
+    logits = model(input_ids=token_ids, use_cache=False, logits_to_keep=targets - 1, **inputs).logits
+    return token_logprobs(logits, token_ids[:, targets], temperature=temperature)

@@ -2,17 +2,20 @@
 
 A row is the prompt without its last token, then for each answer that token and the answer. Every answer sees the prompt
 and itself alone (microbatches.py says how), so that all log-probs and gradients are those of rows of their own, and the
-prompt costs one pass instead of one for each answer. What it costs instead is attention: a long row of many answers
-computes all pairs of its tokens, also those that may not see each other. `RowCost` weighs the two.
+prompt costs one pass instead of one for each answer. What it costs instead is attention: under a mask a long row of
+many answers computes all pairs of its tokens, also those that may not see each other. `RowCost` weighs the two. Packed
+rows have no mask, and attention in them costs no more than in rows apart.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trainer_svc.microbatches import TrainSample, row_tokens
+from trainer_svc.packed_attention import PACKED, has_full_attention
 
-_LONGEST_SHARED = 8192
+_LONGEST_MASKED = 8192
 """Tokens: the mask of a shared row has the square of its length in bytes."""
 
 
@@ -39,6 +42,8 @@ class RowCost:
     """Of a token, attention between tokens apart: the parameters that it meets."""
     each_pair: float
     """Of one token's attention to another, over all layers."""
+    longest_shared: float = _LONGEST_MASKED
+    """Tokens that a row of several answers may have."""
 
     def __call__(self, num_tokens: int, *, shared: bool) -> float:
         # Plain causal attention computes half of the pairs, attention with a mask all.
@@ -53,8 +58,9 @@ def row_cost_of(config: Any, num_parameters: int) -> RowCost | None:
         config: the model's.
         num_parameters: of the whole model.
     """
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if getattr(config, "_attn_implementation", None) != "sdpa" or kinds != {"full_attention"}:
+    if config._attn_implementation == PACKED:
+        return RowCost(float(num_parameters), 0.0, math.inf)
+    if config._attn_implementation != "sdpa" or not has_full_attention(config):
         return None
     return RowCost(float(num_parameters), 2.0 * config.hidden_size * config.num_hidden_layers)
 
@@ -74,7 +80,7 @@ def make_rows(samples: Sequence[TrainSample], cost: RowCost | None, max_tokens: 
     for group in groups.values():
         row: list[TrainSample] = []
         for sample in group:
-            if row and not _pays(row, sample, cost, min(max_tokens, _LONGEST_SHARED)):
+            if row and not _pays(row, sample, cost, max_tokens):
                 rows.append(Row(tuple(row)))
                 row = []
             row.append(sample)
@@ -85,7 +91,7 @@ def make_rows(samples: Sequence[TrainSample], cost: RowCost | None, max_tokens: 
 def _pays(row: Sequence[TrainSample], sample: TrainSample, cost: RowCost | None, max_tokens: int) -> bool:
     before = row_tokens(row)
     after = row_tokens([*row, sample])
-    if cost is None or after > max_tokens:
+    if cost is None or after > min(max_tokens, cost.longest_shared):
         return False
     apart = cost(before, shared=len(row) > 1) + cost(sample.num_tokens, shared=False)
     return cost(after, shared=True) < apart

@@ -128,7 +128,12 @@ class TrainerSection(Section):
     saturation_tokens: PositiveInt = 16384
     """Training begins as soon as samples of this many tokens (prompts included) wait, or the batch is complete."""
     micro_batch_tokens: PositiveInt = 8192
-    """Most tokens of one forward and backward pass of a rank, padding included."""
+    """Most tokens of one forward and backward pass of a rank, padding included where there is any (`packing`)."""
+    packing: Literal["auto", "on", "off"] = "auto"
+    """Whether the answers of a pass stand one behind the other instead of being padded to the longest; each sees its
+    prompt and itself alone, and the gradients are the same. auto: on GPUs where PyTorch's variable-length flash
+    attention can do it (`model.dtype` bfloat16, full attention in all layers). on: on CPUs too, with a call of
+    attention for each answer; refused where it cannot be done."""
     share_prompts: bool = True
     """Answers to one prompt share a row, which computes it once, where that is cheaper. The gradients are the same."""
     gradient_checkpointing: bool = False

@@ -169,6 +169,9 @@ class WeightsServicer(WeightsServiceServicer):
         files: list[ModelFile] = []
         if request.with_files:
             files = await asyncio.to_thread(self._store.model_files)
+        manifest = self._manifests().get(plan.weight_version)
+        if manifest is None:
+            raise UnavailableError(f"weight version {plan.weight_version} has gone just now: negotiate again")
         if plan.transfer_bytes > 0 and not plan.source_address:
             self._receivers.negotiated(request.receiver, plan.weight_version, time.monotonic())
         logger.debug(
@@ -179,7 +182,7 @@ class WeightsServicer(WeightsServiceServicer):
             plan.source_address or "here",
         )
         return NegotiateResponse(
-            manifest=self._manifests()[plan.weight_version],
+            manifest=manifest,
             format=plan.format,
             transfer_bytes=plan.transfer_bytes,
             source_address=plan.source_address,

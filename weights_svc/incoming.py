@@ -20,6 +20,10 @@ PARTIAL_SUFFIX = ".partial"
 """Of files that are not committed; what a killed service leaves of them is removed at the next start."""
 
 
+class NoRoomError(RefusedError):
+    """The disk has no room for a version; it may have later."""
+
+
 class ChunkOrder:
     """Accepts the chunks of a version's tensors in order, without gaps or overlaps, and nothing else."""
 
@@ -113,11 +117,11 @@ class IncomingVersion:
         """Begins the file.
 
         Raises:
-            RefusedError: the disk has no room for it.
+            NoRoomError: the disk has no room for it.
         """
         free_bytes = shutil.disk_usage(self._folder).free
         if free_bytes < self._layout.num_bytes:
-            raise RefusedError(
+            raise NoRoomError(
                 f"version {self.header.weight_version} needs {self._layout.num_bytes} bytes and {self._folder} has "
                 f"{free_bytes} free: make room, or lower weights.keep_versions"
             )

@@ -5,6 +5,7 @@ The upstream is the authority: what it forgets is forgotten here, and what an at
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ from streamrl.errors import RefusedError, StreamRLError, UnavailableError, Weigh
 from streamrl.v1.weights_pb2 import AcknowledgeRequest, Adapter, WatchResponse
 from weights_svc.announcements import Announcements
 from weights_svc.arrivals import Arrivals
+from weights_svc.incoming import NoRoomError
 from weights_svc.ledger import Ledger
 from weights_svc.pacing import Pacer
 from weights_svc.receivers import Receivers
@@ -24,6 +26,9 @@ from weights_svc.upstream import Upstream
 logger = logging.getLogger(__name__)
 
 _PAUSE_S = 1.0
+_REFUSED_PAUSE_S = 10.0
+"""A version that cannot be had is asked for again after this, or when a newer one is announced: a full disk may have
+room again, and in a run that waits for just this version no other would be announced."""
 _BEGIN_PATIENCE_S = 10.0
 """For so long a receiver that asks for a version that is not here waits for the upstream's answer, before it is told to
 ask again."""
@@ -80,7 +85,7 @@ class RelayLoop:
 
         Raises:
             RefusedError: the upstream does not hold it.
-            UnavailableError: the upstream does not answer now.
+            UnavailableError: the upstream does not answer now, or the disk here is full.
             WeightTransferError: it came damaged again and again.
         """
         transfer, task = self._begin(weight_version)
@@ -90,6 +95,9 @@ class RelayLoop:
         finally:
             begun.cancel()
         if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+            if isinstance(error, NoRoomError):
+                # To a receiver a refusal would say that the version is gone.
+                raise UnavailableError(str(error)) from error
             raise error
         if not transfer.begun.is_set():
             raise UnavailableError(f"version {weight_version} has to come from {self._upstream.name} first")
@@ -117,7 +125,8 @@ class RelayLoop:
         for version, (transfer, task) in self._transfers.items():
             arrival = self._arrivals.get(version)
             replaced = arrival is not None and arrival.manifest.digest != announcement.digest
-            if version > announcement.weight_version or (version == announcement.weight_version and replaced):
+            over = version > announcement.weight_version or (version == announcement.weight_version and replaced)
+            if over and task.cancelling() == 0:
                 logger.info("version=%d is not taken any more", transfer.weight_version)
                 task.cancel()
         self._newest = announcement
@@ -138,8 +147,13 @@ class RelayLoop:
                 self._due.set()
             except RefusedError as error:
                 logger.error("version=%d cannot be had: %s", announcement.weight_version, error)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_REFUSED_PAUSE_S):
+                        await self._due.wait()
+                self._due.set()
 
     async def _bring_newest(self, announcement: WatchResponse) -> None:
+        await self._end_cancelled()
         await self._forget_what_upstream_forgot(announcement)
         held = self._store.versions.get(announcement.weight_version)
         if (
@@ -159,6 +173,12 @@ class RelayLoop:
             begun.cancel()
         if not task.cancelled():
             task.result()
+
+    async def _end_cancelled(self) -> None:
+        """What is on its last step is there afterwards, and can be forgotten."""
+        cancelled = [task for _transfer, task in self._transfers.values() if task.cancelling() > 0]
+        if cancelled:
+            await asyncio.wait(cancelled)
 
     def _announce(self, announcement: WatchResponse) -> None:
         manifest = self._arrivals.manifests().get(announcement.weight_version)

@@ -86,7 +86,7 @@ class Transfer:
         """The version, committed. Tries as long as the upstream does not answer.
 
         Raises:
-            RefusedError: the upstream does not hold the version, or the disk has no room.
+            RefusedError: the upstream does not hold the version, or (NoRoomError) the disk is full.
             WeightTransferError: it came damaged again and again.
         """
         plan = await self._first_plan()
@@ -129,7 +129,12 @@ class Transfer:
             await self._receive(plan, incoming, arrival, thread)
             whole = await loop.run_in_executor(thread, incoming.finish, PublishFooter(digests=digests))
             committing = loop.run_in_executor(thread, partial(self._store.commit, incoming, whole, from_upstream=True))
-            return await asyncio.shield(committing) or self._store.versions[manifest.weight_version]
+            try:
+                return await asyncio.shield(committing) or self._store.versions[manifest.weight_version]
+            except asyncio.CancelledError:
+                # It cannot be stopped: whoever cancels this finds the version in the store, or never.
+                await asyncio.wait({committing})
+                raise
         except BaseException as error:
             if arrival is not None:
                 arrival.fail(str(error) or "it is no longer wanted")

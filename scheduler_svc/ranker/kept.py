@@ -67,7 +67,7 @@ def load_ranker(folder: Path, base_model: str, learner: LengthLearner) -> list[E
         for part, state in parts.items():
             _check_fits(getattr(learner, part), state)
         num_steps = int(metadata["num_steps"])
-    except (KeyError, IndexError, RuntimeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{file} does not fit: {error}") from error
     learner.network.load_state_dict(parts["network"])
     learner.mean.load_state_dict(parts["mean"])
@@ -84,6 +84,8 @@ def _check_fits(network: torch.nn.Module, state: dict[str, torch.Tensor]) -> Non
     came = {name: value.shape for name, value in state.items()}
     if came != expected:
         raise KeyError(f"tensors {sorted(set(expected.items()) ^ set(came.items()))[:3]}")
+    if not all(bool(value.isfinite().all()) for value in state.values()):
+        raise ValueError("a weight is not a finite number")
 
 
 def _arrays(examples: Sequence[Example]) -> dict[str, np.ndarray]:
@@ -99,19 +101,23 @@ def _arrays(examples: Sequence[Example]) -> dict[str, np.ndarray]:
 
 
 def _examples(prompt_ids: list[str], arrays: dict[str, torch.Tensor]) -> list[Example]:
+    """The inverse of `_arrays`. Who learns from an example without tokens or answers would die of it: such a one shows
+    that the arrays are damaged."""
     lists = {name: array.tolist() for name, array in arrays.items()}
     found, token_start, answer_start = [], 0, 0
     for index, prompt_id in enumerate(prompt_ids):
         token_end, answer_end = lists["token_ends"][index], lists["answer_ends"][index]
         answers = slice(answer_start, answer_end)
-        found.append(
-            Example(
-                prompt_id,
-                lists["batch"][index],
-                tuple(lists["token_ids"][token_start:token_end]),
-                tuple(lists["lengths"][answers]),
-                tuple(map(bool, lists["cut"][answers])),
-            )
+        example = Example(
+            prompt_id,
+            lists["batch"][index],
+            tuple(lists["token_ids"][token_start:token_end]),
+            tuple(lists["lengths"][answers]),
+            tuple(map(bool, lists["cut"][answers])),
         )
+        complete = example.token_ids and example.lengths and len(example.lengths) == len(example.cut)
+        if not complete or min(example.token_ids) < 0 or min(example.lengths) < 1:
+            raise ValueError(f"what was kept of prompt {prompt_id!r} is no example")
+        found.append(example)
         token_start, answer_start = token_end, answer_end
     return found

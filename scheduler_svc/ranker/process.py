@@ -101,7 +101,8 @@ class RankerProcess:
 
     async def _receive(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(ConnectionError):
-            while line := await reader.readline():
+            # One that was killed may have left half a line.
+            while (line := await reader.readline()).endswith(b"\n"):
                 self._take(json.loads(line))
                 # Many lines may have come: others have their turn between them.
                 await asyncio.sleep(0)

@@ -43,12 +43,18 @@ def gpu_shares(settings: Settings, gpus: Sequence[str]) -> dict[str, dict[str, s
         gpus: all that the run may use; none: nothing is assigned.
 
     Raises:
-        ValueError: they are too few.
+        ValueError: they are too few, or none that versions could be sent from by NCCL.
     """
+    shared = settings.pipeline.mode == "colocated"
+    if settings.weights.fabric and (shared or not gpus):
+        why = "in mode colocated an instance has each GPU of the run" if shared else "no GPU is visible"
+        raise ValueError(
+            f"weights.fabric is {settings.weights.fabric!r}: weights_svc needs a GPU for it that is no instance's, and "
+            f"{why}. Leave weights.fabric out: instances then fetch each version"
+        )
     if not gpus:
         return {}
     num_ranks, width = settings.trainer.num_ranks, settings.generator.tensor_parallel_size
-    shared = settings.pipeline.mode == "colocated"
     first = 0 if shared else num_ranks
     needed = max(num_ranks, first + settings.generator.num_instances * width)
     if needed > len(gpus):
@@ -59,8 +65,7 @@ def gpu_shares(settings: Settings, gpus: Sequence[str]) -> dict[str, dict[str, s
             f"{VISIBLE_GPUS}"
         )
     # What sends versions by NCCL may share a GPU with the trainer, not with an instance.
-    sends = settings.weights.fabric != "" and not shared
-    shares = {"trainer": gpus[:num_ranks], "scheduler": [], "weights": gpus[:1] if sends else []}
+    shares = {"trainer": gpus[:num_ranks], "scheduler": [], "weights": gpus[:1] if settings.weights.fabric else []}
     for index in range(settings.generator.num_instances):
         begin = first + index * width
         shares[f"generator-{index}"] = gpus[begin : begin + width]

@@ -23,6 +23,7 @@ from streamrl.command.ports import why_not_listen
 from streamrl.command.settings import Settings
 from streamrl.errors import StreamRLError
 from streamrl.kafka.connection import Connection
+from streamrl.rpc.trust import ROLES, Identity
 from streamrl.run_folder import write_private
 from trainer_svc.memory_plan import size_text
 
@@ -30,7 +31,7 @@ BROKER_TIMEOUT_S = 10.0
 
 _ADDRESSES = ("trainer_address", "scheduler_address", "weights_address", "generator_address")
 # Services whose --check looks at files and functions that the settings name.
-_CHECKED_SERVICES = ("trainer", "generator")
+_CHECKED_SERVICES = ("trainer", "generator", "scheduler")
 _SERVICE_TIMEOUT_S = 600.0
 """The checks import large libraries, which takes minutes from a slow or busy disk."""
 _SERVICE_WORD_S = 20.0
@@ -53,9 +54,15 @@ def not_checked_offline(settings: Settings) -> list[str]:
 
 
 def check_addresses(settings: Settings) -> None:
-    """Raises ValueError when a service could not listen where the settings say."""
+    """Raises ValueError when a service could not listen where the settings say, or would not be what others look for
+    there."""
     rpc = settings.rpc
     problems = []
+    if settings.weights.upstream is not None:
+        problems.append(
+            f"weights.upstream is {settings.weights.upstream}: leave it out, for the trainer of this run publishes to "
+            "the weights_svc that is started beside it, and to a relay nothing is published"
+        )
     for name in _ADDRESSES:
         reason = why_not_listen(getattr(rpc, name))
         if reason is not None:
@@ -70,6 +77,13 @@ def check_addresses(settings: Settings) -> None:
         problems.append(f"{address} is given to two services in section rpc")
     if problems:
         raise ValueError("; ".join(problems))
+
+
+def check_trust(settings: Settings) -> None:
+    """Raises ValueError when a service, or this command, could not show who it is."""
+    if settings.rpc.trust is not None:
+        for role in ROLES:
+            Identity.load(settings.rpc.trust, role)
 
 
 def check_broker(settings: Settings) -> None:

@@ -120,7 +120,11 @@ def _parser() -> argparse.ArgumentParser:
         plans, "dispatch", "streamrl.command.plan:dispatch", "divide answers of given lengths among instances"
     )
     dispatch.add_argument(
-        "request", nargs="?", type=Path, metavar="FILE", help="a JSON object (default: standard input)"
+        "request",
+        nargs="?",
+        type=Path,
+        metavar="FILE",
+        help="a JSON object, as docs/dispatching.md has it (default: standard input)",
     )
 
     profile = _command(

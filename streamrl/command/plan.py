@@ -1,6 +1,5 @@
 """`streamrl plan`: planning by hand, JSON in and JSON out, with the functions that the scheduler uses."""
 
-import json
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from streamrl.command.report import EXIT_COMPLETED, write_json
+from streamrl.json_object import object_of
 from streamrl.planning.dispatch import POLICIES, InstanceLoad, Piece
 from streamrl.planning.dispatch import plan as plan_pieces
 from streamrl.planning.profile import InstanceProfile, TokenLatency
@@ -16,7 +16,13 @@ from streamrl.planning.skewness import Objective, instance_latency_s, plan_by_sk
 
 _SKEWNESS: dict[str, Objective] = {"paper": "sum", "paper_max": "max"}
 
-_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
+_MOST = 1e12
+"""Of tokens and milliseconds: sums of squares of such are still far from what a float holds."""
+_MOST_INSTANCES = 100_000
+_MOST_PROBLEMS = 5
+"""That are told of one request."""
+
+_Positive = Annotated[float, Field(gt=0, le=_MOST, allow_inf_nan=False, strict=True)]
 _Count = Annotated[int, Field(gt=0, strict=True)]
 
 
@@ -27,7 +33,7 @@ class DispatchRequest(BaseModel):
 
     lengths: Annotated[list[_Positive], Field(min_length=1)]
     """Estimated tokens of each answer."""
-    num_instances: _Count
+    num_instances: Annotated[int, Field(gt=0, le=_MOST_INSTANCES, strict=True)]
     ptl_ms: Annotated[dict[Annotated[int, Field(gt=0)], _Positive], Field(min_length=1)]
     """Milliseconds of a token, by the number of sequences in the running batch."""
     max_batch: _Count
@@ -58,15 +64,16 @@ def parse_request(text: str) -> DispatchRequest:
         ValueError: naming each key that is wrong, what was expected, and what came.
     """
     try:
-        given = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"plan dispatch expects one JSON object, and what came is no JSON: {error}") from error
-    if not isinstance(given, dict):
-        raise ValueError(f"plan dispatch expects a JSON object, got {type(given).__name__}")
+        given = object_of(text)
+    except ValueError as error:
+        raise ValueError(f"plan dispatch: {error}") from error
     try:
         request = DispatchRequest.model_validate(given)
     except ValidationError as error:
-        raise ValueError(f"plan dispatch: {'; '.join(_problem(detail) for detail in error.errors())}") from error
+        problems = [_problem(detail) for detail in error.errors()[:_MOST_PROBLEMS]]
+        if error.error_count() > _MOST_PROBLEMS:
+            problems.append(f"and {error.error_count() - _MOST_PROBLEMS} more")
+        raise ValueError(f"plan dispatch: {'; '.join(problems)}") from error
     known = list(POLICIES)
     if request.policy not in known:
         raise ValueError(f"plan dispatch: policy {request.policy!r} is unknown: expected one of {', '.join(known)}")
@@ -121,8 +128,10 @@ def _shares(request: DispatchRequest, token_latency: TokenLatency) -> list[list[
     """For each instance the indices of its answers, the longest first, as the scheduler would deal them."""
     width = len(str(request.num_instances))
     names = [str(index).zfill(width) for index in range(request.num_instances)]
-    # Pieces hold whole tokens.
-    pieces = [Piece(index, (0,), round(length)) for index, length in enumerate(request.lengths)]
+    lengths = request.lengths
+    by_length = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    # Pieces hold whole tokens; in this order those that are equal then are still dealt the longest first.
+    pieces = [Piece(turn, (0,), round(lengths[index])) for turn, index in enumerate(by_length)]
     profile = InstanceProfile(token_latency, request.max_batch)
     dealt = plan_pieces(
         request.policy,
@@ -130,20 +139,18 @@ def _shares(request: DispatchRequest, token_latency: TokenLatency) -> list[list[
         [InstanceLoad(name, request.max_batch, profile=profile) for name in names],
         seed=request.seed,
     )
-    lengths = request.lengths
-    return [
-        sorted((piece.group for piece in dealt.get(name, ())), key=lambda index: (-lengths[index], index))
-        for name in names
-    ]
+    return [[by_length[turn] for turn in sorted(piece.group for piece in dealt.get(name, ()))] for name in names]
 
 
 def _read(file: Path | None) -> str:
-    if file is None:
-        return sys.stdin.read()
     try:
-        return file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"plan dispatch: {file} cannot be read: {error}") from error
+        if file is not None:
+            return file.read_text()
+        if sys.stdin is None:  # it was closed before Python began
+            raise ValueError("it is closed")
+        return sys.stdin.read()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"plan dispatch: {file or 'standard input'} cannot be read: {error}") from error
 
 
 def _problem(detail: Any) -> str:

@@ -25,6 +25,8 @@ def profile(arguments: Namespace) -> int:
     settings = resolve(arguments.config, arguments.set)
     if settings.generator.profile_s <= 0:
         raise ValueError("generator.profile_s is 0: how long may it take to measure? Try 10")
+    if arguments.out is not None:
+        _check_writable(arguments.out)
     with TemporaryDirectory(prefix="streamrl-profile-") as folder:
         found = _measure(settings, Path(folder))
     if arguments.out is not None:
@@ -34,6 +36,18 @@ def profile(arguments: Namespace) -> int:
             raise ValueError(f"{arguments.out} cannot be written: {error}") from error
     write_json(found)
     return EXIT_COMPLETED
+
+
+def _check_writable(file: Path) -> None:
+    """Before anything is measured for it; what is there stays, and nothing else is left."""
+    was_there = file.exists()
+    try:
+        with file.open("a"):
+            pass
+        if not was_there:
+            file.unlink()
+    except OSError as error:
+        raise ValueError(f"{file} cannot be written: {error.strerror}") from error
 
 
 def _measure(settings: Settings, folder: Path) -> dict[str, Any]:

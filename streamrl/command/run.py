@@ -21,6 +21,7 @@ from streamrl.command.checks import (
     check_broker,
     check_memory,
     check_services,
+    check_trust,
     not_checked_offline,
 )
 from streamrl.command.conduct import Outcome, conduct
@@ -108,6 +109,7 @@ def carry_out(
     """
     asked = settings
     check_addresses(settings)
+    check_trust(settings)
     check_accelerators(settings)
     check_memory(settings)
     with ThreadPoolExecutor(1) as waiter:
@@ -188,6 +190,7 @@ def _memory_json(needs: MemoryNeeds) -> dict[str, Any]:
 
 def _dry_run(settings: Settings, *, as_json: bool) -> int:
     """Checks what can be checked without broker, hub, network or accelerator, and shows the resolved settings."""
+    check_trust(settings)
     needs = check_memory(settings)
     if not settings.kafka.bootstrap_servers:
         check_embedded(settings.kafka)

@@ -47,13 +47,13 @@ def _relay(settings: Settings, name: str, site: SiteSection) -> Settings:
         raise ValueError(
             f"{name} is a generation site, where weights_svc is a relay: sites.{name}.weights has to say where"
         )
-    training = next((other for other in settings.sites.values() if other.role == "training"), None)
-    upstream = site.upstream or (training.weights if training else None) or settings.rpc.weights_address
+    upstream = _upstream(settings, site)
     if upstream in (listens_at, site.weights):
         raise ValueError(
             f"a relay at {name} would take its versions from {upstream}, where it is found itself: give it another "
             f"address in sites.{name}.weights, or another upstream in sites.{name}.upstream"
         )
+    _check_that_it_ends(settings, name)
     return settings.model_copy(
         update={
             "run": settings.run.model_copy(update={"site": name}),
@@ -62,6 +62,30 @@ def _relay(settings: Settings, name: str, site: SiteSection) -> Settings:
             "weights": settings.weights.model_copy(update={"upstream": upstream, "found_at": site.weights}),
         }
     )
+
+
+def _upstream(settings: Settings, site: SiteSection) -> str:
+    """Where a relay at a site takes its versions from."""
+    training = next((other for other in settings.sites.values() if other.role == "training"), None)
+    return site.upstream or (training.weights if training else None) or settings.rpc.weights_address
+
+
+def _check_that_it_ends(settings: Settings, name: str) -> None:
+    """Raises ValueError when a site's relay would, by way of others, wait for itself."""
+    relays = {
+        address: other
+        for other, site in settings.sites.items()
+        if site.role != "training" and _upstream(settings, site) not in (found := (site.weights, site.relay))
+        for address in found
+    }
+    path = [name]
+    while (above := relays.get(_upstream(settings, settings.sites[path[-1]]))) is not None:
+        if above in path:
+            raise ValueError(
+                f"relays would take their versions from each other ({' from '.join([*path, above])}): give one of "
+                "them the training site as its upstream (sites.NAME.upstream)"
+            )
+        path.append(above)
 
 
 def keeps_prompts(settings: Settings) -> bool:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from signal import SIGKILL
-from typing import Any
+from typing import IO, Any
 
 from streamrl.errors import FabricError
 from streamrl.fabric.regions import Region
@@ -100,8 +100,7 @@ class FabricMember:
         doing = question["do"]
         asked = time.monotonic()
         try:
-            process.stdin.write(json.dumps(question).encode() + b"\n")
-            process.stdin.flush()
+            _write(process, process.stdin, json.dumps(question).encode() + b"\n", limit_s)
             answer = answers.get(timeout=limit_s)
         except queue.Empty:
             _end(process)
@@ -140,6 +139,17 @@ class FabricMember:
                 logger.warning("no weights by NCCL, all are fetched: %s", why)
         ready.clear()
         answers.put(None)
+
+
+def _write(process: "subprocess.Popen[bytes]", pipe: IO[bytes], question: bytes, limit_s: float) -> None:
+    """Ends a process that does not read: it would hold up whoever writes more than the pipe takes."""
+    overdue = threading.Timer(limit_s, process.kill)
+    overdue.start()
+    try:
+        pipe.write(question)
+        pipe.flush()
+    finally:
+        overdue.cancel()
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

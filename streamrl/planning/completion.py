@@ -9,19 +9,19 @@ and W / n is its mean batch. Answers of more than n tokens are late. Their expec
 of them over a fleet, everything is done by T with a probability of about exp(-L).
 """
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streamrl.planning.forecast import Array, LengthForecast, Remaining
-from streamrl.planning.profile import InstanceProfile
+from streamrl.planning.profile import InstanceProfile, TokenLatency
 
 Rows = NDArray[np.int64]
 
 _MOST_ROWS = 2048
 _QUEUE_PARTS = 8
-_ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,30 @@ def steps_within(profile: InstanceProfile, time_s: Array | float, tokens: Array 
     Args:
         held: tokens in the cache, summed over the steps.
     """
-    latency = profile.token_latency
     left_s = np.maximum(np.asarray(time_s - profile.held_token_s * np.asarray(held)), 0.0)
-    steps = left_s / latency(1)
-    for _ in range(_ROUNDS):
-        steps = left_s / latency.of_means(np.minimum(tokens / np.maximum(steps, 1e-9), profile.max_running))
-    return steps
+    alone_s, full_s, token_s, shares = _pace(profile.token_latency, profile.max_running)
+    tokens = np.asarray(tokens)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        each_s = np.where(tokens > 0, left_s / tokens, np.inf)
+    between = tokens * np.interp(each_s, token_s, shares)
+    steps = np.where(each_s >= token_s[-1], left_s / alone_s, np.where(each_s <= token_s[0], left_s / full_s, between))
+    return np.asarray(steps, dtype=np.float64)
+
+
+@functools.lru_cache(maxsize=4096)
+def _pace(latency: TokenLatency, max_running: int) -> tuple[float, float, Array, Array]:
+    """What solves the equation above. Divided by W it says how long a token takes when a batch makes them, PTL(b) / b,
+    and that is linear in 1 / b = n / W wherever PTL is linear in b.
+
+    Returns:
+        Seconds of a step alone and of a full one; (k,) seconds of a token, ascending, of batches from full to alone;
+        (k,) 1 / b of each.
+    """
+    measured = (size for size in latency.sizes if size < max_running)
+    sizes = np.array(sorted({1, max_running, *measured}, reverse=True), dtype=np.float64)
+    token_s = latency.of_means(sizes) / sizes
+    # Where larger batches are slower as a whole, smaller ones are taken to be no faster.
+    return latency(1), latency(max_running), np.maximum.accumulate(token_s), 1 / sizes
 
 
 class Outlook:

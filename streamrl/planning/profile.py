@@ -31,22 +31,23 @@ class TokenLatency:
                 raise ValueError(
                     f"expected a batch size of 1 or more and a latency above 0, got {batch_size}: {seconds}"
                 )
-        self._sizes = sorted(latency_s)
-        self._seconds = [latency_s[size] for size in self._sizes]
+        self.sizes = sorted(latency_s)
+        """The measured batch sizes."""
+        self._seconds = [latency_s[size] for size in self.sizes]
 
     def __call__(self, batch_size: int) -> float:
-        right = bisect.bisect_left(self._sizes, batch_size)
+        right = bisect.bisect_left(self.sizes, batch_size)
         if right == 0:
             return self._seconds[0]
-        if right == len(self._sizes):
+        if right == len(self.sizes):
             return self._seconds[-1]
-        low, high = self._sizes[right - 1], self._sizes[right]
+        low, high = self.sizes[right - 1], self.sizes[right]
         share = (batch_size - low) / (high - low)
         return self._seconds[right - 1] + share * (self._seconds[right] - self._seconds[right - 1])
 
     def of_means(self, batch_sizes: NDArray[np.float64]) -> NDArray[np.float64]:
         """The same of mean batch sizes, which may be broken, any number of them at once."""
-        return np.interp(batch_sizes, self._sizes, self._seconds)
+        return np.interp(batch_sizes, self.sizes, self._seconds)
 
 
 @dataclass(frozen=True, slots=True)

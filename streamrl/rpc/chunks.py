@@ -171,12 +171,13 @@ def _varint(value: int) -> bytes:
 
 
 def _read_varint(message: memoryview, at: int) -> tuple[int, int]:
-    """A number, and where the message goes on. Raises IndexError at the message's end."""
-    value, shift = 0, 0
-    while True:
+    """A number, and where the message goes on. Raises IndexError where there is none."""
+    value = 0
+    for shift in range(0, 64, 7):
         byte = message[at]
         at += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value, at
-        shift += 7
+    # A longer one would take time in the square of its length.
+    raise IndexError("a number of more than ten bytes")

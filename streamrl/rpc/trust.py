@@ -13,8 +13,11 @@ in `why_not`, a pure function.
 """
 
 import json
+import re
+import ssl
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from streamrl.digest import bytes_digest
@@ -64,26 +67,23 @@ class Identity:
     def load(cls, folder: Path, role: str) -> "Identity":
         """
         Raises:
-            ValueError: a file is missing, or is not what it should be.
+            ValueError: a file is missing, is not what it should be, or does not fit the others.
         """
-        try:
-            tokens = json.loads(_read(folder / "tokens.json"))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{folder / 'tokens.json'} is no JSON: {error}") from error
-        if not isinstance(tokens, dict) or not set(tokens.values()) <= set(ROLES):
-            raise ValueError(
-                f"{folder / 'tokens.json'}: expected the digest of each token to one of {', '.join(ROLES)}"
-            )
-        return cls(
+        tokens = _read_tokens(folder / "tokens.json")
+        identity = cls(
             role,
             ca=_read(folder / "ca.pem"),
             certificate=_read(folder / f"{role}.pem"),
             key=_read(folder / f"{role}.key"),
             certificate_path=folder / f"{role}.pem",
             key_path=folder / f"{role}.key",
-            token=_read(folder / f"{role}.token").decode().strip(),
+            token=_read(folder / f"{role}.token").decode(errors="replace").strip(),
             roles_by_token_digest=tokens,
         )
+        _check_token(identity, folder)
+        _check_pems(identity, folder)
+        _check_certificate(identity)
+        return identity
 
 
 _identity: Identity | None = None
@@ -139,6 +139,70 @@ def why_not(role: str, method: str) -> str | None:
     if allowed is None or role in allowed:
         return None
     return f"role {role} may not call {method.rpartition('/')[2]}: only {' or '.join(sorted(allowed))} may"
+
+
+def _read_tokens(path: Path) -> dict[str, str]:
+    data = _read(path)
+    try:
+        tokens = json.loads(data)
+    except ValueError as error:
+        raise ValueError(f"rpc.trust: {path} is no JSON: {error}") from error
+    if not isinstance(tokens, dict) or not all(role in ROLES for role in tokens.values()):
+        raise ValueError(f"rpc.trust: {path}: expected the digest of each token to one of {', '.join(ROLES)}")
+    return tokens
+
+
+def _check_token(identity: Identity, folder: Path) -> None:
+    """Every call with one that is not known would be refused, and gRPC itself refuses what is no header."""
+    path = folder / f"{identity.role}.token"
+    if not re.fullmatch(r"[!-~]+", identity.token):
+        raise ValueError(f"rpc.trust: {path}: expected one word of visible ASCII characters")
+    if identity.roles_by_token_digest.get(bytes_digest(identity.token.encode())) != identity.role:
+        raise ValueError(
+            f"rpc.trust: {folder / 'tokens.json'} does not know {path.name} as the token of a {identity.role}: "
+            f"expected its BLAKE3, hex, to {identity.role!r}"
+        )
+
+
+def _check_pems(identity: Identity, folder: Path) -> None:
+    """Of files that do not fit gRPC says that it cannot listen; a key that it cannot read ends the process."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        context.load_verify_locations(cadata=identity.ca.decode())
+    except (ssl.SSLError, ValueError) as error:
+        raise ValueError(f"rpc.trust: {folder / 'ca.pem'}: expected a certificate, PEM: {error}") from error
+    try:
+        # With no password at all OpenSSL would ask at the terminal for one.
+        context.load_cert_chain(identity.certificate_path, identity.key_path, password="")
+    except ssl.SSLError as error:
+        raise ValueError(
+            f"rpc.trust: {identity.certificate_path} and {identity.key_path}: expected a certificate and its key, both "
+            f"PEM, the key without a password: {error}"
+        ) from error
+
+
+def _check_certificate(identity: Identity) -> None:
+    """No peer would take one that says something else."""
+    from cryptography import x509
+
+    certificate, path = x509.load_pem_x509_certificate(identity.certificate), identity.certificate_path
+    names = [str(name.value) for name in certificate.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)]
+    if identity.role not in names:
+        raise ValueError(
+            f"rpc.trust: {path} is for {' '.join(names) or 'nobody'}: expected {identity.role!r} as its common name"
+        )
+    try:
+        others = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        dns_names = others.get_values_for_type(x509.DNSName)
+    except x509.ExtensionNotFound:
+        dns_names = []
+    if SERVER_NAME not in dns_names:
+        raise ValueError(
+            f"rpc.trust: {path} has DNS names {', '.join(dns_names) or 'none'}: expected {SERVER_NAME!r} among them"
+        )
+    until = certificate.not_valid_after_utc
+    if until < datetime.now(UTC):
+        raise ValueError(f"rpc.trust: {path} has expired on {until:%Y-%m-%d %H:%M} UTC: make a new one")
 
 
 def _read(path: Path) -> bytes:

@@ -28,11 +28,22 @@ def test_trainer_and_instances_get_gpus_of_their_own() -> None:
     }
 
 
-def test_weights_svc_gets_one_of_the_trainers_to_send_from_but_none_that_an_instance_has() -> None:
-    for mode, share in (("async", "0"), ("colocated", "")):
-        settings = settings_of(mode, ranks=2, instances=2)
-        settings = settings.model_copy(update={"weights": settings.weights.model_copy(update={"fabric": "ib0"})})
-        assert gpu_shares(settings, ["0", "1", "2", "3"])["weights"] == {"CUDA_VISIBLE_DEVICES": share}
+def on_a_fabric(settings: Settings) -> Settings:
+    return settings.model_copy(update={"weights": settings.weights.model_copy(update={"fabric": "ib0"})})
+
+
+def test_weights_svc_gets_one_of_the_trainers_to_send_from() -> None:
+    shares = gpu_shares(on_a_fabric(settings_of(ranks=2, instances=2)), ["0", "1", "2", "3"])
+    assert shares["weights"] == {"CUDA_VISIBLE_DEVICES": "0"}
+
+
+@pytest.mark.parametrize(
+    "mode, gpus, why",
+    [("async", [], "no GPU is visible"), ("colocated", ["0", "1"], "in mode colocated an instance has each GPU")],
+)
+def test_a_fabric_without_a_gpu_to_send_from_is_refused(mode: str, gpus: list[str], why: str) -> None:
+    with pytest.raises(ValueError, match=rf"weights.fabric is 'ib0': .*{why}"):
+        gpu_shares(on_a_fabric(settings_of(mode)), gpus)
 
 
 def test_colocated_stages_share_them() -> None:

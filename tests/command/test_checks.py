@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from streamrl.command import checks
+from streamrl.command.certs import make_trust
 from streamrl.command.memory_needs import MemoryNeeds
 from streamrl.command.ports import free_port
 from streamrl.command.settings import Settings
@@ -39,6 +40,22 @@ def test_two_generators_of_one_machine_cannot_have_one_address() -> None:
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(ValueError, match=r"rpc.trainer_address is 192\.0\.2\.1:0: host 192\.0\.2\.1 is not an address"):
         checks.check_addresses(_settings(rpc={"trainer_address": "192.0.2.1:0"}))
+
+
+def test_a_run_whose_weights_svc_would_be_a_relay_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"weights.upstream is 127\.0\.0\.1:9: leave it out"):
+        checks.check_addresses(_settings(weights={"upstream": "127.0.0.1:9"}))
+
+
+def test_every_role_of_a_run_must_be_able_to_show_who_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_trust(tmp_path / "certs", days=1)
+    monkeypatch.chdir(tmp_path)
+    settings = _settings(rpc={"trust": "certs"})
+    monkeypatch.chdir("/")
+    checks.check_trust(settings)
+    (tmp_path / "certs" / "command.token").unlink()
+    with pytest.raises(ValueError, match=r"rpc.trust: cannot read .*command.token"):
+        checks.check_trust(settings)
 
 
 def test_a_broker_that_does_not_answer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,6 +97,11 @@ def _spawned(place: Any, **stub: Any) -> list[str]:
 
 def test_a_check_that_leaves_a_thread_running_ends(place: Any) -> None:
     assert _spawned(place, trainer={"check_thread": True}) == []
+
+
+def test_what_the_scheduler_finds_is_told_too(place: Any) -> None:
+    with pytest.raises(ValueError, match="there is no file"):
+        _spawned(place, scheduler={"check_error": "there is no file"})
 
 
 def test_a_check_that_lasts_is_told_and_given_up_by_name(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:

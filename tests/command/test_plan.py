@@ -1,4 +1,5 @@
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,15 @@ def test_the_command_reads_a_file_or_standard_input(tmp_path: Path) -> None:
     assert json.loads(piped.stdout) == json.loads(read.stdout) == planned()
     refused = subprocess.run(command, input="{", capture_output=True, text=True)
     assert (refused.returncode, refused.stdout) == (2, "")
+    closed = subprocess.run(["/bin/sh", "-c", 'exec "$@" <&-', "sh", *command], capture_output=True, text=True)
+    assert closed.returncode == 2
+    assert closed.stderr == "error: plan dispatch: standard input cannot be read: it is closed\n"
+
+
+def test_the_documented_request_is_one() -> None:
+    text = Path(__file__).parents[2].joinpath("docs", "dispatching.md").read_text()
+    plan = plan_dispatch(parse_request(text.partition("```json\n")[2].partition("```")[0]))
+    assert plan["instances"][0][0] == 2
 
 
 def test_the_long_tail_gets_the_first_instances() -> None:
@@ -55,6 +65,10 @@ def test_other_policies_have_no_long_tail(policy: str) -> None:
     assert len(plan["estimated_s"]) == 3
 
 
+def test_lengths_that_differ_by_less_than_a_token_are_still_dealt_the_longest_first() -> None:
+    assert planned(policy="round_robin", lengths=[2.1, 2.4, 2.2, 2.3])["instances"] == [[1, 0], [3], [2]]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -65,6 +79,11 @@ def test_other_policies_have_no_long_tail(policy: str) -> None:
         ({"num_instances": 0}, "num_instances: input should be greater than 0"),
         ({"num_instances": 2.5}, "num_instances"),
         ({"num_instances": True}, "num_instances"),
+        ({"num_instances": 10**9}, "num_instances: input should be less than or equal to 100000"),
+        ({"lengths": [1e300, 1e308], "policy": "makespan"}, r"lengths\.0: input should be less than or equal to"),
+        ({"lengths": [1, math.nan]}, r"lengths\.1: input should be a finite number, got nan"),
+        ({"lengths": [-1] * 1000}, r"lengths\.4: [^;]*; and 995 more$"),
+        ({"ptl_ms": {"1": 1e300}, "policy": "makespan"}, r"ptl_ms\.1: input should be less than or equal to"),
         ({"ptl_ms": {}}, "ptl_ms"),
         ({"ptl_ms": {"none": 1.0}}, "ptl_ms"),
         ({"ptl_ms": {"1": 0}}, r"ptl_ms\.1"),
@@ -79,9 +98,9 @@ def test_a_request_that_makes_no_sense_is_refused_by_key(changes: dict[str, Any]
         planned(**changes)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "3", '{"lengths": '])
+@pytest.mark.parametrize("text", ["", "[]", "3", '{"lengths": ', "[" * 100_000, f'{{"lengths": [{"9" * 5000}]}}'])
 def test_what_is_no_object_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="JSON"):
+    with pytest.raises(ValueError, match="plan dispatch: expected a JSON object, got "):
         parse_request(text)
 
 

@@ -29,3 +29,11 @@ def test_settings_that_leave_no_time_to_measure_are_refused(tmp_path: Path) -> N
     ended = profiled(tmp_path, "--set", "generator.profile_s=0")
     assert ended.returncode == 2
     assert "generator.profile_s is 0" in json.loads(ended.stdout)["error"]["message"]
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    file = tmp_path / "nowhere" / "profile.json"
+    ended = profiled(tmp_path, "--out", str(file))
+    assert ended.returncode == 2
+    assert f"{file} cannot be written" in json.loads(ended.stdout)["error"]["message"]
+    assert "measured" not in ended.stderr

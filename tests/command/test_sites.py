@@ -98,6 +98,19 @@ def test_a_relay_without_an_address_of_its_own_is_refused(settings: Settings, we
         at_site(settings.model_copy(update={"sites": settings.sites | {"west": west}}), "west", "weights")
 
 
+def test_relays_that_would_wait_for_each_other_are_refused(settings: Settings) -> None:
+    site = settings.sites["west"]
+    ring = {
+        name: site.model_copy(update={"weights": f"relay.{name}:7003", "upstream": f"relay.{above}:7003"})
+        for name, above in (("west", "east"), ("east", "north"), ("north", "west"))
+    }
+    with pytest.raises(ValueError, match=r"\(west from east from north from west\): give one of them the training"):
+        at_site(settings.model_copy(update={"sites": settings.sites | ring}), "west", "weights")
+    ring["north"] = ring["north"].model_copy(update={"upstream": None})
+    chain = settings.model_copy(update={"sites": settings.sites | ring})
+    assert at_site(chain, "west", "weights").weights.upstream == "relay.east:7003"
+
+
 def test_an_unknown_site_is_answered_with_those_that_there_are(settings: Settings) -> None:
     with pytest.raises(ValueError, match=r"no site 'east'.*has home, west"):
         at_site(settings, "east")

@@ -43,6 +43,7 @@ from streamrl.v1.scheduler_pb2 import (
 )
 from streamrl.v1.scheduler_pb2_grpc import SchedulerServiceServicer, add_SchedulerServiceServicer_to_server
 from streamrl.v1.weights_pb2 import (
+    CHUNK_ENCODING_DENSE_DELTA,
     TRANSFER_FORMAT_FULL,
     AcknowledgeRequest,
     AcknowledgeResponse,
@@ -460,6 +461,8 @@ class PublishedVersions(WeightsServiceServicer):
         self.break_after_chunks: list[int] = []
         """Of each fetch to come, the chunks that are sent before the stream breaks; later fetches go through."""
         self.corrupt_tensor: int | None = None
+        self.garble_after_chunks: list[int] = []
+        """Of each fetch to come, chunks that are sent before one that cannot be decoded; later fetches are whole."""
         self.heals_when_verified = False
         self.gate = threading.Event()
         """Streams wait while it is not set."""
@@ -533,6 +536,7 @@ class PublishedVersions(WeightsServiceServicer):
         if request.verify_first and self.heals_when_verified:
             self.corrupt_tensor = None
         chunks_left = self.break_after_chunks.pop(0) if self.break_after_chunks else -1
+        readable_left = self.garble_after_chunks.pop(0) if self.garble_after_chunks else -1
         _, data = self._versions[request.weight_version]
         for index in range(request.first_tensor_index, len(data)):
             first = request.first_offset if index == request.first_tensor_index else 0
@@ -546,7 +550,11 @@ class PublishedVersions(WeightsServiceServicer):
                 content = data[index][offset : offset + self.chunk_bytes]
                 if index == self.corrupt_tensor:
                     content = bytes([content[0] ^ 1]) + content[1:]
-                yield FetchResponse(chunk=TensorChunk(tensor_index=index, offset=offset, data=content))
+                chunk = TensorChunk(tensor_index=index, offset=offset, data=content)
+                if readable_left == 0:
+                    chunk.encoding, chunk.num_bytes = CHUNK_ENCODING_DENSE_DELTA, len(content)
+                readable_left -= 1
+                yield FetchResponse(chunk=chunk)
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ def test_a_waiting_sample_is_given_back_and_a_repeated_revoke_gets_the_same_answ
     key = make_sample(0).key
     assert queue.revoke(key) is Revocation.REVOKED
     assert not queue.waiting
-    assert queue.revoke(key) is Revocation.REVOKED
+    assert queue.revoke(key) is Revocation.GIVEN_BACK
 
 
 def test_a_running_sample_is_aborted() -> None:
@@ -55,7 +55,7 @@ def test_a_running_sample_is_aborted() -> None:
     queue.start([sample])
     assert queue.revoke(sample.key) is Revocation.ABORT
     assert queue.num_running == 0
-    assert queue.revoke(sample.key) is Revocation.REVOKED
+    assert queue.revoke(sample.key) is Revocation.GIVEN_BACK
 
 
 def test_a_sent_sample_is_not_revoked() -> None:

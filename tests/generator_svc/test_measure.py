@@ -57,6 +57,8 @@ def test_a_profile_is_the_same_when_it_is_read_again(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("no json", "is no profile"),
+        ('{"ptl_ms": {"1": 1e300}}', r"no profile .*: ptl_ms: 1: Input should be less than or equal to 3600000"),
+        ('{"ptl_ms": {"99999999999": 1}}', r"no profile .*: ptl_ms: 99999999999: .* less than or equal to 2147483647"),
         ('{"ptl_ms": {}}', "ptl_ms"),
         ('{"ptl_ms": {"0": 1}}', "ptl_ms"),
         ('{"ptl_ms": {"1": -1}}', "ptl_ms"),

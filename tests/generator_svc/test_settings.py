@@ -39,3 +39,8 @@ def test_the_canary_limit_follows_the_dtype_unless_it_is_set() -> None:
     assert GeneratorSettings.model_validate({"model": {"dtype": "float32"}}).canary_alarm_nats == 0.001
     assert GeneratorSettings.model_validate({"model": {"dtype": "bfloat16"}}).canary_alarm_nats == 0.05
     assert GeneratorSettings.model_validate({"generator": {"canary_alarm_nats": 0.2}}).canary_alarm_nats == 0.2
+
+
+def test_more_sequences_than_any_engine_runs_are_refused() -> None:
+    with pytest.raises(ValueError, match="less than or equal to 65536"):
+        GeneratorSettings.model_validate({"generator": {"max_running": 2**31 - 1}})

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from generator_svc.prefetcher import Prefetcher
-from generator_svc.version_assembly import DamagedTensorError, VersionAssembly
+from generator_svc.version_assembly import VersionAssembly
 from generator_svc.version_buffer import VersionBuffer
 from generator_svc.weight_fetcher import FetchedVersion, WeightSource
 from streamrl.delta_codec import encode_delta
@@ -65,7 +65,7 @@ def test_what_is_the_same_comes_from_the_base_and_what_is_new_as_it_is(base: Ver
 def test_a_base_that_is_not_what_it_was_is_told(base: VersionBuffer, buffer: VersionBuffer):
     base.write(1, 300, b"\1")
     assembly = VersionAssembly(buffer, base)
-    with pytest.raises(DamagedTensorError, match="trained"):
+    with pytest.raises(WeightTransferError, match="trained"):
         assembly.add(difference())
     assert (assembly.tensor_index, assembly.offset) == (1, 4000)
     assembly.take_tensor_again()

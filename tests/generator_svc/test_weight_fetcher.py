@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from generator_svc.version_buffer import open_tensors
+from generator_svc import weight_fetcher
+from generator_svc.version_buffer import VersionBuffer, open_tensors
 from generator_svc.weight_fetcher import FetchedVersion, WeightFetch, WeightSource
 from streamrl.errors import WeightTransferError
 from streamrl.v1.weights_pb2 import VersionManifest
@@ -68,6 +69,22 @@ def test_a_tensor_that_arrives_damaged_is_verified_at_the_source_and_fetched_aga
     assert published.positions == [(0, 0), (2, 0)]
 
 
+def test_what_cannot_be_decoded_comes_again_and_what_came_before_it_does_not(published: Any) -> None:
+    manifest = published.publish(4, TENSORS)
+    published.garble_after_chunks = [5]
+    assert_whole(fetch_of(published, manifest).run())
+    assert published.positions == [(0, 0), (2, 0)]
+
+
+def test_what_cannot_be_decoded_again_and_again_is_an_error(published: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_fetcher, "_RETRY_WAIT_S", 0.01)
+    manifest = published.publish(4, TENSORS)
+    published.garble_after_chunks = [0] * 9
+    with pytest.raises(WeightTransferError, match="a difference came for a, which has no base"):
+        fetch_of(published, manifest).run()
+    assert len(published.positions) == 4
+
+
 def test_a_source_that_does_not_answer_is_named_when_another_is_asked_for(published: Any) -> None:
     manifest = published.publish(4, TENSORS)
     published.source_address = "127.0.0.1:1"
@@ -76,9 +93,13 @@ def test_a_source_that_does_not_answer_is_named_when_another_is_asked_for(publis
 
 def test_a_manifest_that_disagrees_with_itself_is_an_error(published: Any) -> None:
     manifest = published.publish(4, TENSORS)
+    base = VersionBuffer(manifest)
     manifest.tensors[0].digest = "0" * 64
+    source = WeightSource(published.address, "run", attempt=1, receiver="generator-0", site="a", keep_base=True)
     with pytest.raises(WeightTransferError, match="own digest"):
-        fetch_of(published, manifest).run()
+        WeightFetch(source, manifest, base).run()
+    with pytest.raises(ValueError, match="released"):
+        base.tensor_bytes(0)
 
 
 def test_a_service_that_holds_other_weights_under_the_number_is_refused(published: Any) -> None:

@@ -9,7 +9,7 @@ from benchmarks.paper_workload import TOKEN_LATENCY, draw_lengths, log_normal_er
 from streamrl.planning.completion import Work, steps_within
 from streamrl.planning.forecast import LengthForecast
 from streamrl.planning.makespan import FleetMember, plan_makespan
-from streamrl.planning.profile import InstanceProfile
+from streamrl.planning.profile import InstanceProfile, TokenLatency
 from streamrl.planning.simulated_fleet import makespan_s
 from streamrl.planning.simulated_instance import SimulatedSequence
 
@@ -85,15 +85,26 @@ def test_who_has_much_to_do_gets_less() -> None:
     assert len(plan.shares[0]) < len(plan.shares[1])
 
 
-@given(st.floats(0.1, 1000), st.floats(0, 1e6), st.floats(0, 1e9))
-def test_steps_solve_their_equation(time_s: float, tokens: float, held: float) -> None:
-    profile = InstanceProfile(TOKEN_LATENCY, 512, held_token_s=1e-9)
+@given(st.floats(0.1, 1000), st.floats(0, 1e6), st.floats(0, 1e9), st.sampled_from([1, 64, 512]), st.booleans())
+def test_steps_solve_their_equation(time_s: float, tokens: float, held: float, size: int, proportional: bool) -> None:
+    latency = TokenLatency({1: 0.01, 512: 5.12}) if proportional else TOKEN_LATENCY
+    profile = InstanceProfile(latency, size, held_token_s=1e-9)
     steps = float(steps_within(profile, time_s, tokens, held))
-    # Larger batches than this, of which latency rises fast, are met less closely.
-    if steps > 0 and tokens / steps < 128:
-        mean_batch = np.array(max(tokens / steps, 1.0))
-        again_s = steps * float(TOKEN_LATENCY.of_means(mean_batch)) + 1e-9 * held
-        assert again_s == pytest.approx(time_s, rel=0.05)
+    if steps > 0:
+        mean_batch = np.array(min(max(tokens / steps, 1.0), size))
+        again_s = steps * float(latency.of_means(mean_batch)) + 1e-9 * held
+        assert again_s == pytest.approx(time_s)
+
+
+@pytest.mark.parametrize("slowest", [0.16, 0.32, 0.64])
+def test_where_larger_batches_hardly_pay_plans_are_no_worse_than_dealt_in_turn(slowest: float) -> None:
+    """Steps of 64 that take 16 to 64 times as long as those of one: processors, and large models."""
+    profile = InstanceProfile(TokenLatency({1: 0.01, 64: slowest}), 64)
+    lengths = np.where(np.random.default_rng(3).random(150) < 0.05, 20_000, 300)
+    plan = plan_makespan(work_of(LengthForecast.exact(lengths.astype(float))), [FleetMember(profile)] * 4)
+    by_length = np.argsort(-lengths, kind="stable").tolist()
+    dealt_s = played_s([by_length[turn::4] for turn in range(4)], lengths, [profile] * 4)
+    assert played_s(plan.shares, lengths, [profile] * 4) <= dealt_s
 
 
 def test_answers_that_may_be_wrong_in_the_same_way_are_not_put_together() -> None:

@@ -1,4 +1,4 @@
-"""The oracle's file."""
+"""The oracle's file, and what else the settings of lengths name."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from scheduler_svc.known_lengths import read_known_lengths
-from scheduler_svc.settings import SchedulerSection
+from scheduler_svc.main import check
+from scheduler_svc.settings import SchedulerSection, SchedulerSettings
 
 
 def test_a_prompt_has_one_length_or_several(tmp_path: Path) -> None:
@@ -40,3 +41,16 @@ def test_settings_that_do_not_go_together_are_refused() -> None:
         with pytest.raises(ValueError, match=r"scheduler\."):
             SchedulerSection.model_validate(settings)
     SchedulerSection.model_validate({"length_model": "oracle", "length_file": "lengths.json"})
+
+
+def test_a_base_model_that_is_neither_here_nor_a_hub_name_is_refused_before_a_run(tmp_path: Path) -> None:
+    def checked(base_model: str) -> None:
+        check(SchedulerSettings(scheduler=SchedulerSection(ranker_base_model=base_model)))
+
+    checked("owner/name")
+    with pytest.raises(ValueError, match=r"scheduler\.ranker_base_model: there is no folder .*/nowhere "):
+        checked(str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        checked(str(tmp_path))
+    (tmp_path / "config.json").touch()
+    checked(str(tmp_path))

@@ -28,7 +28,7 @@ from scheduler_svc.picture import Wish
 from scheduler_svc.settings import SchedulerSection, SchedulerSettings
 from streamrl.identity import PURPOSE_TRAIN, BatchKey, SampleKey
 from streamrl.settings import PipelineSection, RunSection, SamplingView, WeightsSection
-from streamrl.v1.records_pb2 import Assignment, BatchEnd, Prompt, PromptRecord, Rollout
+from streamrl.v1.records_pb2 import Assignment, BatchEnd, Prompt, PromptRecord, Rollout, SampleDraw
 from streamrl.v1.sample_pb2 import SamplingSettings
 from streamrl.v1.scheduler_pb2 import (
     ClosedBatch,
@@ -418,5 +418,56 @@ def test_without_kills_nothing_is_generated_twice(seed: int) -> None:
         assert world.acceptance.counts.duplicate <= world.acceptance.counts.expected
         assert drawn == sum(len(rollout.token_ids) for rollout in world.taken)
         assert world.ledger.samples.moved > 20
+
+    run(scenario())
+
+
+def test_an_answer_ends_though_the_rest_of_its_last_step_does_not_move_the_clock() -> None:
+    async def scenario() -> None:
+        await asyncio.sleep(1000.0)
+        engine = CountingEngine(0)
+        request = GenerationRequest(
+            request_id="a",
+            prompt_token_ids=PROMPT,
+            temperature=1.0,
+            max_tokens=5,
+            stop_token_ids=[],
+            seed=1,
+            priority=0,
+        )
+        answer = asyncio.create_task(engine.generate(request))
+        await asyncio.sleep(0.01)
+        engine.progress()
+        engine._instance._steps = 5 - 1e-14
+        engine._go_on()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        ended = answer.done()
+        await engine.stop()
+        assert ended
+
+    run(scenario())
+
+
+def test_what_was_said_or_has_not_come_is_not_said_at_once_when_it_is_asked_for_again() -> None:
+    """Else an instance and the scheduler, which asks in each answer, would talk without a pause."""
+
+    async def scenario() -> None:
+        instance, key = Instance("a", 0, "boundary"), SampleKey(PURPOSE_TRAIN, 0, 0, 0)
+        spoken: list[SampleKey] = []
+        instance.loop._say_now = lambda: spoken.append(key)
+        instance.begin(1, 0.0)
+        instance.loop.revoke_unstarted([key])
+        instance.loop.revoke([key])
+        assert not spoken
+        sampling = SamplingSettings(temperature=1.0, max_tokens=MAX_TOKENS)
+        draws = [SampleDraw(sample=0, dispatch=1)]
+        assignment = Assignment(purpose=PURPOSE_TRAIN, token_ids=PROMPT, sampling=sampling, draws=draws)
+        instance.loop.take(samples_of(assignment, 0.0))
+        assert len(spoken) == 1
+        instance.loop.revoke_unstarted([key])
+        assert len(spoken) == 1
+        assert [given_back.dispatch for given_back in instance.membership.report().revoked] == [1]
+        await instance.end()
 
     run(scenario())

@@ -178,7 +178,7 @@ def test_an_attempt_that_anything_in_the_folder_names_has_been(tmp_path: Path, p
 @pytest.mark.parametrize(
     ("content", "came"),
     [
-        ("", "an empty file"),
+        ("", "got nothing"),
         ("null", "got null"),
         ("[1]", "got a list"),
         ("7", "got a number"),

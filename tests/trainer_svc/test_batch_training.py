@@ -36,7 +36,7 @@ _RATE = 0.1
 
 def _logprobs(table: Tensor, micro_batch: MicroBatch) -> Tensor:
     """Of a policy that looks at nothing but the token's place in the row."""
-    targets = micro_batch.token_ids[:, micro_batch.first_target :]
+    targets = micro_batch.token_ids[:, micro_batch.targets]
     rows = table[: targets.shape[1]].expand(*targets.shape, VOCABULARY)
     return torch.log_softmax(rows, -1).gather(-1, targets[..., None]).squeeze(-1)
 

@@ -28,6 +28,7 @@ from trainer_svc.losses import KL_ESTIMATORS, OFF_POLICY, SURROGATES, ClipRange,
 from trainer_svc.microbatches import TrainSample
 from trainer_svc.networks import Networks
 from trainer_svc.optimizer import OptimizerRules
+from trainer_svc.packed_attention import take_packed_attention
 from trainer_svc.policy import Policy
 from trainer_svc.ranks import Ranks, join_ranks
 from trainer_svc.reference import Reference
@@ -69,13 +70,16 @@ def _groups(seed: int) -> list[SettledGroup]:
     return groups
 
 
-def _networks(zero_stage: int) -> Networks:
+def _networks(zero_stage: int, *, packed: bool = False) -> Networks:
     sharding = Sharding(zero_stage, "float32")
     objective = PolicyObjective(SURROGATES["ppo"], ClipRange(0.2, 0.2), OFF_POLICY["truncated"], 2.0)
+    actor, frozen, value_model = small_model(), small_model(1), small_model()
+    for model in (actor, frozen, value_model) if packed else ():
+        take_packed_attention(model)
     return Networks(
-        Policy(small_model(), objective=objective, temperature=_TEMPERATURE, rules=_RULES, sharding=sharding),
-        Reference(small_model(1), temperature=_TEMPERATURE, sharding=sharding, offload=zero_stage in (1, 3)),
-        Critic(small_model(), clip=_VALUE_CLIP, rules=_RULES, sharding=sharding),
+        Policy(actor, objective=objective, temperature=_TEMPERATURE, rules=_RULES, sharding=sharding),
+        Reference(frozen, temperature=_TEMPERATURE, sharding=sharding, offload=zero_stage in (1, 3)),
+        Critic(value_model, clip=_VALUE_CLIP, rules=_RULES, sharding=sharding),
         keeps_proximal=True,
     )
 
@@ -166,9 +170,12 @@ def plain() -> Plain:
     return _plain_batches([_groups(0), _groups(1)])
 
 
-@pytest.mark.parametrize("zero_stage", [0, 3])
-def test_batches_of_ppo_are_those_of_plain_pytorch(ranks: Ranks, plain: Plain, zero_stage: int) -> None:
-    networks = _networks(zero_stage)
+@pytest.mark.parametrize(
+    ("zero_stage", "packed"),
+    [(0, False), (3, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, False), (0, True)))],
+)
+def test_batches_of_ppo_are_those_of_plain_pytorch(ranks: Ranks, plain: Plain, zero_stage: int, packed: bool) -> None:
+    networks = _networks(zero_stage, packed=packed)
     learner = _learner(networks, ranks)
     first, steps = _train(learner, _groups(0)), _train(learner, _groups(1))
     weights, grad_norms = plain

@@ -12,6 +12,7 @@ from trainer_svc.microbatches import (
     attention_mask,
     collate,
     cut,
+    cut_packed,
     deal,
     decode,
     empty_micro_batch,
@@ -19,6 +20,7 @@ from trainer_svc.microbatches import (
     loss_count,
     places,
 )
+from trainer_svc.packed_attention import Spans
 
 _TOKEN_MEAN, _SEQUENCE_MEAN = aggregation_of("token_mean", 16), aggregation_of("sequence_mean", 16)
 
@@ -92,7 +94,7 @@ def test_collated_tensors_line_up_with_the_tokens_they_are_of():
     samples = [_sample(0, 3, 2, advantage=0.5), _sample(1, 2, 5, advantage=-1.0)]
     micro_batch = collate([[sample] for sample in samples], _TOKEN_MEAN)
     assert micro_batch.token_ids.tolist() == [[1, 1, 1, 10, 11, 0, 0], [1, 1, 10, 11, 12, 13, 14]]
-    assert micro_batch.first_target == 2
+    assert micro_batch.targets.tolist() == [2, 3, 4, 5, 6]
     assert micro_batch.weights.tolist() == [[0, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
     assert micro_batch.behaviour_logprobs.tolist() == [[0, -1, -2, 0, 0], [-1, -2, -3, -4, -5]]
     assert micro_batch.own_version.tolist() == [[False, True, False, False, False], [True, False, True, False, True]]
@@ -108,11 +110,26 @@ def test_answers_in_one_row_stand_where_they_would_alone():
     assert micro_batch.token_ids.tolist() == [[1, 1, 1, 10, 11, 1, 10], [1, 1, 10, 11, 12, 13, 0]]
     assert micro_batch.segments.tolist() == [[0, 0, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, -1]]
     assert micro_batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 2, 3], [0, 1, 2, 3, 4, 5, 0]]
-    assert micro_batch.first_target == 2
+    assert micro_batch.targets.tolist() == [2, 3, 4, 5, 6]
     assert micro_batch.weights.tolist() == [[0, 1, 1, 0, 1], [1, 1, 1, 1, 0]]
     assert micro_batch.behaviour_logprobs.tolist() == [[0, -1, -2, 0, -1], [-1, -2, -3, -4, 0]]
     assert micro_batch.sample_index.tolist() == [[0, 0, 0, 0, 1], [2, 2, 2, 2, 0]]
     assert micro_batch.advantages.tolist() == [[0, 0.5, 0.5, 0, -1], [2, 2, 2, 2, 0]]
+    assert micro_batch.num_samples == 3
+
+
+def test_packed_rows_stand_one_behind_the_other_and_answers_alone_are_targets():
+    rows = [[_sample(0, 3, 2, advantage=0.5), _sample(0, 3, 1, advantage=-1.0)], [_sample(1, 2, 4, advantage=2.0)]]
+    micro_batch = collate(rows, _TOKEN_MEAN, packed=True)
+    assert micro_batch.token_ids.tolist() == [[1, 1, 1, 10, 11, 1, 10, 1, 1, 10, 11, 12, 13]]
+    assert micro_batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 2, 3, 0, 1, 2, 3, 4, 5]]
+    assert micro_batch.targets.tolist() == [3, 4, 6, 9, 10, 11, 12]
+    assert micro_batch.weights.tolist() == [[1] * 7]
+    assert micro_batch.behaviour_logprobs.tolist() == [[-1, -2, -1, -1, -2, -3, -4]]
+    assert micro_batch.sample_index.tolist() == [[0, 0, 1, 2, 2, 2, 2]]
+    assert micro_batch.advantages.tolist() == [[0.5, 0.5, -1, 2, 2, 2, 2]]
+    assert micro_batch.own_version.tolist() == [[True, False, True, True, False, True, False]]
+    assert micro_batch.segments is None
     assert micro_batch.num_samples == 3
 
 
@@ -129,10 +146,11 @@ def test_what_every_sample_has_of_its_tokens_is_laid_out_with_them():
 
 def test_places_say_where_collate_puts_answers():
     rows = [[_sample(0, 3, 2), _sample(0, 3, 1)], [_sample(1, 2, 4)]]
-    micro_batch = collate(rows, _TOKEN_MEAN)
-    for sample, place in zip([sample for row in rows for sample in row], places(rows), strict=True):
-        answer = place.targets(micro_batch.first_target)
-        assert micro_batch.token_ids[place.row, micro_batch.first_target :][answer].tolist() == sample.answer_token_ids
+    for packed in (False, True):
+        micro_batch = collate(rows, _TOKEN_MEAN, packed=packed)
+        for sample, place in zip([sample for row in rows for sample in row], places(rows, packed=packed), strict=True):
+            answer = micro_batch.targets[place.answer]
+            assert micro_batch.token_ids[place.row, answer].tolist() == sample.answer_token_ids
 
 
 def test_an_answer_sees_its_prompt_and_itself():
@@ -155,12 +173,19 @@ def test_the_empty_micro_batch_weighs_nothing():
 
 
 def test_a_micro_batch_survives_the_way_to_another_rank():
-    micro_batch = collate([[_sample(0, 3, 2)], [_sample(1, 2, 5), _sample(2, 2, 1)]], _SEQUENCE_MEAN)
-    arrived = decode(encode(micro_batch))
-    assert arrived.first_target == micro_batch.first_target
-    for name, tensor in micro_batch.tensors().items():
-        assert torch.equal(arrived.tensors()[name], tensor)
-        assert arrived.tensors()[name].dtype == tensor.dtype
+    shared = [[_sample(0, 3, 2)], [_sample(1, 2, 5), _sample(2, 2, 1)]]
+    for rows, packed in ((shared, False), (shared, True), (shared[:1], True)):
+        micro_batch = collate(rows, _SEQUENCE_MEAN, packed=packed)
+        arrived = decode(encode(micro_batch))
+        assert arrived.num_samples == micro_batch.num_samples
+        assert arrived.tensors().keys() == micro_batch.tensors().keys()
+        for name, tensor in micro_batch.tensors().items():
+            assert torch.equal(arrived.tensors()[name], tensor)
+            assert arrived.tensors()[name].dtype == tensor.dtype
+        assert (arrived.spans is not None) == packed
+        for field in dataclasses.fields(Spans) if packed else ():
+            mine, theirs = getattr(arrived.spans, field.name), getattr(micro_batch.spans, field.name)
+            assert torch.equal(mine, theirs) if isinstance(theirs, torch.Tensor) else mine == theirs
 
 
 @pytest.mark.parametrize(("logprobs", "marks"), [([-1.0], [True, True]), ([-1.0, -1.0], [True])])
@@ -205,6 +230,32 @@ def test_ranks_have_as_much_to_do_as_each_other():
         assert together <= one_by_one
         # Within a quarter of what no cut can do better than.
         assert together * num_ranks <= 1.25 * tokens
+
+
+@given(_SAMPLES, st.integers(1, 200), st.integers(1, 5), st.randoms())
+def test_a_packed_cut_holds_every_sample_once_within_the_budget_whatever_the_order(samples, budget, num_ranks, random):
+    micro_batches = cut_packed(samples, budget, num_ranks)
+    assert sorted(sample.identity for part in micro_batches for sample in part) == [
+        sample.identity for sample in samples
+    ]
+    sizes = [sum(sample.num_tokens for sample in part) for part in micro_batches]
+    assert sizes == sorted(sizes, reverse=True)
+    assert all(size <= budget or len(part) == 1 for size, part in zip(sizes, micro_batches, strict=True))
+    shuffled = list(samples)
+    random.shuffle(shuffled)
+    assert cut_packed(shuffled, budget, num_ranks) == micro_batches
+
+
+def test_packed_ranks_wait_for_next_to_nothing():
+    """Lengths with a long tail, as answers have them: no padding, and as few rounds as hold the tokens."""
+    lengths = [max(1, round(24 * 2.718 ** (0.9 * (((index * 37) % 101) / 25 - 2)))) for index in range(256)]
+    samples = [_sample(index, 4, min(length, 400)) for index, length in enumerate(lengths)]
+    tokens = sum(sample.num_tokens for sample in samples)
+    for num_ranks in (1, 2, 4, 8):
+        rounds = deal(cut_packed(samples, 2048, num_ranks), num_ranks, [])
+        assert len(rounds) == -(-tokens // (2048 * num_ranks))
+        slowest = sum(max(sum(sample.num_tokens for sample in part) for part in dealt) for dealt in rounds)
+        assert slowest * num_ranks <= 1.02 * tokens
 
 
 def test_a_few_equal_samples_are_spread_over_all_ranks():

@@ -18,8 +18,9 @@ from transformers import Qwen2ForCausalLM
 from tests.trainer_svc.small_model import small_model
 from trainer_svc.checkpoint import load_checkpoint, save_checkpoint
 from trainer_svc.losses import OFF_POLICY, SURROGATES, ClipRange, PolicyObjective, aggregation_of
-from trainer_svc.microbatches import TrainSample, collate, cut, deal, empty_micro_batch, loss_count
+from trainer_svc.microbatches import TrainSample, collate, cut, cut_packed, deal, empty_micro_batch, loss_count
 from trainer_svc.optimizer import OptimizerRules
+from trainer_svc.packed_attention import take_packed_attention
 from trainer_svc.policy import Policy, StepStats
 from trainer_svc.ranks import Ranks, join_ranks
 from trainer_svc.rows import RowCost, make_rows
@@ -142,14 +143,19 @@ def _groups() -> list[TrainSample]:
     ]
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("zero_stage", [0, 3])
-def test_answers_that_share_a_row_have_the_gradients_of_rows_of_their_own(ranks, zero_stage):
-    policy = _policy(small_model(), zero_stage)
+def test_answers_that_share_a_row_have_the_gradients_of_rows_of_their_own(ranks, zero_stage, packed):
+    model = small_model()
+    if packed:
+        take_packed_attention(model)
+    policy = _policy(model, zero_stage, gradient_checkpointing=packed)
     assert policy.row_cost is not None
+    assert policy.packs == packed
     rows = make_rows(_groups(), RowCost(each_token=1.0, each_pair=0.0), 60)
     assert len(rows) < len(_groups())
-    for part in cut(rows, 150):
-        policy.accumulate(collate([row.samples for row in part], _AGGREGATION))
+    for part in (cut_packed if packed else cut)(rows, 150):
+        policy.accumulate(collate([row.samples for row in part], _AGGREGATION, packed=packed))
     stats = policy.step(loss_count(_groups(), _AGGREGATION))
     weights, grad_norm = _plain_steps([_groups()])
     assert _max_difference(dict(policy.weights()), weights) < 1e-5

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer_svc.microbatches import TrainSample
+from trainer_svc.packed_attention import PACKED
 from trainer_svc.rows import RowCost, make_rows, row_cost_of
 
 _TOKENS_ONLY = RowCost(each_token=1.0, each_pair=0.0)
@@ -68,6 +69,13 @@ def test_long_answers_to_a_short_prompt_do_not() -> None:
     assert len(make_rows(samples, RowCost(135e6, 2 * 576 * 30), 100_000)) == 8
 
 
+def test_in_packed_rows_every_prompt_is_shared() -> None:
+    cost = row_cost_of(SimpleNamespace(_attn_implementation=PACKED), 1000)
+    assert len(make_rows([_sample(0, index, 4, 4000) for index in range(8)], cost, 100_000)) == 1
+    # There is nothing before the prompt's last token.
+    assert len(make_rows([_sample(0, index, 1, 3) for index in range(8)], cost, 100_000)) == 8
+
+
 def test_groups_do_not_mix() -> None:
     samples = [_sample(0, 0, 9, 1), _sample(1, 0, 9, 1)]
     assert len(make_rows(samples, _TOKENS_ONLY, 100)) == 2
@@ -75,6 +83,9 @@ def test_groups_do_not_mix() -> None:
 
 def test_a_model_whose_attention_takes_no_mask_shares_nothing() -> None:
     config = SimpleNamespace(hidden_size=8, num_hidden_layers=2, _attn_implementation="sdpa", layer_types=None)
+    config.sliding_window = 4
+    assert row_cost_of(config, 1000) is None
+    config.sliding_window = None
     assert row_cost_of(config, 1000) == RowCost(1000.0, 32.0)
     config.layer_types = ["full_attention", "sliding_attention"]
     assert row_cost_of(config, 1000) is None

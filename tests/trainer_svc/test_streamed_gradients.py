@@ -41,8 +41,9 @@ from trainer_svc.losses import (
     policy_loss,
     value_loss,
 )
-from trainer_svc.microbatches import TrainSample, collate, loss_count
+from trainer_svc.microbatches import MicroBatch, TrainSample, collate, loss_count
 from trainer_svc.networks import Networks
+from trainer_svc.packed_attention import take_packed_attention
 from trainer_svc.policy import Policy, answer_logprobs
 from trainer_svc.ranks import Ranks, join_ranks
 from trainer_svc.reference import Reference
@@ -137,8 +138,8 @@ def _logprobs(model: Qwen2ForCausalLM, sample: TrainSample) -> Tensor:
         ]
 
 
-def _values(model: ValueModel, token_ids: Tensor, first_target: int) -> Tensor:
-    return model(input_ids=token_ids, positions=torch.arange(first_target - 1, token_ids.shape[1] - 1))
+def _values(model: ValueModel, micro_batch: MicroBatch) -> Tensor:
+    return model(input_ids=micro_batch.token_ids, positions=micro_batch.targets - 1)
 
 
 @dataclasses.dataclass
@@ -161,7 +162,7 @@ def _in_one_pass(case: Case) -> Steps:
         for one in group.samples:
             row = collate([[one.sample]], case.recipe.aggregation)
             with torch.no_grad():
-                values = _values(critic, row.token_ids, row.first_target)[0]
+                values = _values(critic, row)[0]
             known = {
                 "reference_logprobs": _logprobs(reference, one.sample),
                 "proximal_logprobs": _logprobs(policy, one.sample),
@@ -182,7 +183,7 @@ def _in_one_pass(case: Case) -> Steps:
             (policy, policy_loss(case.objective, *answer_logprobs(policy, whole, _TEMPERATURE), whole)[0])
         ]
         if has_critic:
-            values = _values(critic, whole.token_ids, whole.first_target)
+            values = _values(critic, whole)
             losses.append((critic, value_loss(values, whole.values, whole.returns, whole.weights, clip=_VALUE_CLIP)[0]))
         last = []
         for kept, (network, loss) in zip(norms, losses, strict=False):
@@ -193,13 +194,16 @@ def _in_one_pass(case: Case) -> Steps:
     return Steps([*norms[0], *norms[1]], last)
 
 
-def _networks(case: Case, zero_stage: int) -> Networks:
+def _networks(case: Case, zero_stage: int, *, packed: bool) -> Networks:
     sharding = Sharding(zero_stage, "float32")
     has_critic = ALGORITHMS[case.algorithm].has_critic
+    actor, frozen, value_model = small_model(), small_model(1), small_model()
+    for model in (actor, frozen, value_model) if packed else ():
+        take_packed_attention(model)
     return Networks(
-        Policy(small_model(), objective=case.objective, temperature=_TEMPERATURE, rules=_RULES, sharding=sharding),
-        Reference(small_model(1), temperature=_TEMPERATURE, sharding=sharding),
-        Critic(small_model(), clip=_VALUE_CLIP, rules=_RULES, sharding=sharding) if has_critic else None,
+        Policy(actor, objective=case.objective, temperature=_TEMPERATURE, rules=_RULES, sharding=sharding),
+        Reference(frozen, temperature=_TEMPERATURE, sharding=sharding),
+        Critic(value_model, clip=_VALUE_CLIP, rules=_RULES, sharding=sharding) if has_critic else None,
         keeps_proximal=True,
     )
 
@@ -243,9 +247,10 @@ def _gradients(networks: Networks) -> list[dict[str, Tensor]]:
 
 
 def _streamed(case: Case, zero_stage: int, ranks: Ranks) -> Steps:
-    """The batch in an order and in pieces of its own, answers to a prompt sharing rows or not. Every rank calls it."""
+    """The batch in an order and in pieces of its own, answers to a prompt sharing rows or not, rows packed or padded.
+    Every rank calls it."""
     draw = random.Random(f"{case} {zero_stage} {ranks.world_size}")
-    networks = _networks(case, zero_stage)
+    networks = _networks(case, zero_stage, packed=draw.random() < 0.5)
     learner = Learner(
         networks,
         ranks,

@@ -183,7 +183,13 @@ def test_an_asynchronous_run_on_two_ranks_survives_what_a_fleet_does_wrong(make_
         "trainer-async",
         {"max_staleness": 1, "fault": fault},
         pipeline={"mode": "async", "max_staleness": 1},
-        trainer={"num_ranks": 2, "zero_stage": 2, "saturation_tokens": 20, "micro_batch_tokens": 30},
+        trainer={
+            "num_ranks": 2,
+            "zero_stage": 2,
+            "saturation_tokens": 20,
+            "micro_batch_tokens": 30,
+            "packing": "on",
+        },
     )
     assert run.wait(run.start_process()) == 0, run.log
     assert run.fleet.errors == []
@@ -226,6 +232,7 @@ def test_ppo_with_a_reference_prepares_samples_as_they_arrive(make_run: MakeRun,
             "off_policy": "truncated",
             "steps_per_batch": 2,
             "saturation_tokens": 20,
+            "packing": "on",
         },
         eval={"every": 0},
     )

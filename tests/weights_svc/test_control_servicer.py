@@ -19,6 +19,7 @@ from tests.weights_svc.running_service import (
     tensor_infos,
     wait_until,
 )
+from weights_svc.store import VersionStore
 
 FILES = [ModelFile(name="config.json", content=b"{}")]
 
@@ -281,3 +282,17 @@ def test_many_tiny_tensors_come_through(service):
         ]
     )
     assert service.fetch_all(0, digest, num_tensors=3000) == data
+
+
+def test_a_version_that_goes_while_it_is_negotiated_is_to_be_negotiated_again(service, monkeypatch):
+    service.publish(0, files=FILES)
+    model_files = VersionStore.model_files
+
+    def forget_and_give(store):
+        store.rewind(-1)
+        return model_files(store)
+
+    monkeypatch.setattr(VersionStore, "model_files", forget_and_give)
+    code, details = refusal(lambda: service.negotiate(with_files=True))
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert "version 0 has gone just now: negotiate again" in details

@@ -2,6 +2,8 @@
 
 import contextlib
 import random
+import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +15,8 @@ from streamrl.digest import bytes_digest
 from streamrl.v1.weights_pb2 import TRANSFER_FORMAT_DELTA, TRANSFER_FORMAT_FULL, Adapter, ModelFile
 from tests.weights_svc.running_service import RunningService, wait_until
 from tests.weights_svc.stubborn_line import Line
+from weights_svc import relay_loop
+from weights_svc.store import VersionStore
 
 FILES = [ModelFile(name="config.json", content=b"{}")]
 StartRelay = Callable[..., RunningService]
@@ -307,6 +311,25 @@ def test_a_version_that_the_relay_does_not_hold_is_brought_when_it_is_asked_for(
         relay.negotiate(exact_weight_version=7)
 
 
+def test_a_version_for_which_the_disk_had_no_room_comes_when_it_has(origin, start_relay, monkeypatch, caplog):
+    monkeypatch.setattr(relay_loop, "_REFUSED_PAUSE_S", 0.05)
+    publish(origin, 0, weights(0))
+    relay = start_relay()
+    assert_holds(relay, 0)
+    measure = shutil.disk_usage
+    full = {relay.folder}
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda folder: measure(folder)._replace(free=0) if folder in full else measure(folder)
+    )
+    publish(origin, 1, weights(1))
+    wait_until(lambda: "version=1 cannot be had" in caplog.text)
+    with pytest.raises(grpc.RpcError, match="make room") as refused:
+        relay.negotiate(exact_weight_version=1)
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    full.clear()
+    assert_holds(relay, 1)
+
+
 def test_what_the_origin_forgets_is_forgotten_and_a_new_attempt_is_followed(origin, start_relay):
     for version in range(3):
         publish(origin, version, weights(version))
@@ -323,6 +346,39 @@ def test_what_the_origin_forgets_is_forgotten_and_a_new_attempt_is_followed(orig
     manifest = relay.negotiate(attempt=2, min_weight_version=2).manifest
     assert manifest.attempt == 2
     assert relay.fetch_all(2, manifest.digest) == weights(6)
+
+
+def test_a_version_that_is_forgotten_while_it_is_committed_does_not_stay(origin, start_relay, monkeypatch):
+    commit, adopt = VersionStore.commit, VersionStore.adopt
+    committing, has_gone_on, committed = threading.Event(), threading.Event(), threading.Event()
+
+    def commit_late(store, incoming, manifest, *, from_upstream=False):
+        if from_upstream and manifest.weight_version == 1:
+            committing.set()
+            has_gone_on.wait(0.5)
+            commit(store, incoming, manifest, from_upstream=True)
+            committed.set()
+            return None
+        return commit(store, incoming, manifest, from_upstream=from_upstream)
+
+    def adopt_and_tell(store, stored, manifest):
+        adopted = adopt(store, stored, manifest)
+        if manifest.attempt == 2:
+            has_gone_on.set()
+        return adopted
+
+    monkeypatch.setattr(VersionStore, "commit", commit_late)
+    monkeypatch.setattr(VersionStore, "adopt", adopt_and_tell)
+    publish(origin, 0, weights(0))
+    relay = start_relay()
+    assert_holds(relay, 0)
+    publish(origin, 1, weights(1))
+    assert committing.wait(20)
+    origin.rewind(0, attempt=2)
+    publish(origin, 0, weights(0), attempt=2)
+    wait_until(lambda: relay.list_versions().versions[0].attempt == 2)
+    assert committed.wait(20)
+    assert relay.versions() == [0]
 
 
 def test_a_line_that_was_down_while_a_new_attempt_began_leaves_nothing_of_the_old_one(origin, line, start_relay):

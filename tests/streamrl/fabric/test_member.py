@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from streamrl.errors import FabricError
@@ -93,6 +94,17 @@ def test_who_asks_hears_of_a_kill_at_once(start: Callable[..., FabricMember]):
         sender.join(sender.mint(), 0, world_size=2)
     with pytest.raises(FabricError, match="there is no member process"):
         sender.mint()
+
+
+def test_a_process_that_reads_nothing_is_ended(start: Callable[..., FabricMember], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(member, "_MOVE_S", 0.1)
+    stopped = start()
+    wait_until(lambda: stopped.ready)
+    (process,) = (child for child in psutil.Process().children() if str(LOOPBACK) in child.cmdline())
+    process.suspend()
+    with pytest.raises(FabricError, match="asked to move, the member process ended"):
+        stopped.move("/nowhere", 100_000 * [Region(0, 0)])
+    wait_until(lambda: not stopped.ready)
 
 
 def test_what_fails_in_the_process_is_said(start: Callable[..., FabricMember]):

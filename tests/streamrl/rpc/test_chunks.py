@@ -72,3 +72,9 @@ def test_a_message_cut_short_is_a_value_error():
     whole = encode_publish_request(Stretch(1, 0, 100), b"x" * 100)
     with pytest.raises(ValueError, match="no PublishRequest"):
         decode_publish_request(whole[:50])
+
+
+def test_a_number_without_an_end_is_given_up_at_once():
+    # Its value would grow with each byte: minutes at this length, days at that of the longest message.
+    with pytest.raises(ValueError, match="no PublishRequest"):
+        decode_publish_request(b"\x12" + b"\xff" * 1_000_000 + b"\x01")

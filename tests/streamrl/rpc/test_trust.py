@@ -1,12 +1,19 @@
 """Who may call what, over real connections: every refusal says why, and is logged where it was made."""
 
-from collections.abc import AsyncIterator, Iterator
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import grpc.aio
 import pytest
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 
 from streamrl.command.certs import Authority, make_trust
 from streamrl.errors import RefusedError, StreamRLError, UnauthenticatedError
@@ -201,3 +208,53 @@ def test_roles():
 def test_a_folder_that_lacks_a_file_is_bad_input(folder, tmp_path):
     with pytest.raises(ValueError, match=r"rpc.trust: cannot read .*tokens.json"):
         Identity.load(tmp_path, "trainer")
+
+
+def written(name: str, content: bytes | None) -> Callable[[Path], None]:
+    """Puts this into a file; None: what lies in the trainer's file of the kind."""
+
+    def write(folder: Path) -> None:
+        other = folder / f"trainer{Path(name).suffix}"
+        (folder / name).write_bytes(other.read_bytes() if content is None else content)
+
+    return write
+
+
+def certified(folder: Path, role: str, *, days: float) -> None:
+    """Another authority's certificate."""
+    certificate, key = Authority(days=1).issue(role, days=days)
+    (folder / "weights.pem").write_bytes(certificate)
+    (folder / "weights.key").write_bytes(key)
+
+
+def with_a_password(folder: Path) -> None:
+    key = load_pem_private_key((folder / "weights.key").read_bytes(), None)
+    sealed = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret"))
+    (folder / "weights.key").write_bytes(sealed)
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (written("tokens.json", b"\xff\xfe"), r"tokens.json is no JSON"),
+        (written("tokens.json", b'{"ab": ["trainer"]}'), r"tokens.json: expected the digest of each token to one of"),
+        (written("tokens.json", b"{}"), r"tokens.json does not know weights.token as the token of a weights"),
+        (written("weights.token", None), r"tokens.json does not know weights.token as the token of a weights"),
+        (written("weights.token", b""), r"weights.token: expected one word"),
+        (written("weights.token", b"\xff\xfe"), r"weights.token: expected one word"),
+        (written("ca.pem", b""), r"ca.pem: expected a certificate, PEM"),
+        (written("ca.pem", b"no certificate"), r"ca.pem: expected a certificate, PEM"),
+        (written("weights.pem", b"no certificate"), r"weights.key: expected a certificate and its key"),
+        (written("weights.key", b""), r"weights.key: expected a certificate and its key"),
+        (written("weights.key", None), r"weights.key: expected a certificate and its key"),
+        (with_a_password, r"the key without a password"),
+        (lambda folder: certified(folder, "trainer", days=1), r"is for trainer: expected 'weights' as its common name"),
+        (lambda folder: certified(folder, "weights", days=-1), r"weights.pem has expired on"),
+    ],
+)
+def test_files_that_do_not_fit_are_bad_input_before_anything_listens_or_calls(folder, tmp_path, spoil, message):
+    spoilt = tmp_path / "spoilt"
+    shutil.copytree(folder, spoilt)
+    spoil(spoilt)
+    with pytest.raises(ValueError, match=rf"rpc.trust: .*{message}"):
+        Identity.load(spoilt, "weights")
