@@ -34,4 +34,4 @@ def test_prompts_are_the_same_each_time() -> None:
     first, second = (list(islice(prompts(), 30)) for _ in range(2))
     assert first == second
     assert len(set(first)) == 30
-    assert all(text.count("Question: ") == 2 and text.endswith("\nAnswer:") for text in first)
+    assert all(text.count("Question: ") == 4 and text.endswith("\nAnswer:") for text in first)

@@ -180,12 +180,19 @@ class RunningService:
         return (response.chunk for response in call)
 
     def fetch_all(self, weight_version: int, digest: str, num_tensors: int = 3) -> list[bytes]:
-        """The data of each tensor."""
-        data = [bytearray() for _ in range(num_tensors)]
-        for chunk in self.fetch(weight_version, digest):
-            assert chunk.offset == len(data[chunk.tensor_index])
-            data[chunk.tensor_index] += chunk.data
-        return [bytes(tensor) for tensor in data]
+        """The data of each tensor. As an instance does, it begins again while the service says that a version which it
+        relays has just arrived as a whole."""
+        while True:
+            data = [bytearray() for _ in range(num_tensors)]
+            try:
+                for chunk in self.fetch(weight_version, digest):
+                    assert chunk.offset == len(data[chunk.tensor_index])
+                    data[chunk.tensor_index] += chunk.data
+            except grpc.RpcError as error:
+                if "it has just arrived" not in error.details():
+                    raise
+            else:
+                return [bytes(tensor) for tensor in data]
 
     def acknowledge(self, weight_version: int, digest: str, receiver: str = "generator-0", attempt: int = 1) -> None:
         request = AcknowledgeRequest(
