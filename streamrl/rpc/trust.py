@@ -200,9 +200,14 @@ def _check_certificate(identity: Identity) -> None:
         raise ValueError(
             f"rpc.trust: {path} has DNS names {', '.join(dns_names) or 'none'}: expected {SERVER_NAME!r} among them"
         )
-    until = certificate.not_valid_after_utc
-    if until < datetime.now(UTC):
+    now, since, until = datetime.now(UTC), certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if until < now:
         raise ValueError(f"rpc.trust: {path} has expired on {until:%Y-%m-%d %H:%M} UTC: make a new one")
+    if since > now:
+        raise ValueError(
+            f"rpc.trust: {path} is valid from {since:%Y-%m-%d %H:%M} UTC on, and it is {now:%Y-%m-%d %H:%M} UTC here: "
+            "set this machine's clock, or make a new one"
+        )
 
 
 def _read(path: Path) -> bytes:
