@@ -12,7 +12,6 @@ the command gives it once, before it opens any channel. Without one it speaks pl
 in `why_not`, a pure function.
 """
 
-import json
 import re
 import ssl
 from collections.abc import Iterable, Mapping
@@ -22,6 +21,7 @@ from pathlib import Path
 
 from streamrl.digest import bytes_digest
 from streamrl.errors import ForbiddenError, UnauthenticatedError
+from streamrl.json_object import object_of
 
 ROLES = ("trainer", "scheduler", "generator", "weights", "command")
 """command: who watches and stops a run."""
@@ -144,10 +144,10 @@ def why_not(role: str, method: str) -> str | None:
 def _read_tokens(path: Path) -> dict[str, str]:
     data = _read(path)
     try:
-        tokens = json.loads(data)
+        tokens = object_of(data.decode())
     except ValueError as error:
-        raise ValueError(f"rpc.trust: {path} is no JSON: {error}") from error
-    if not isinstance(tokens, dict) or not all(role in ROLES for role in tokens.values()):
+        raise ValueError(f"rpc.trust: {path} is no JSON object: {error}") from error
+    if not all(role in ROLES for role in tokens.values()):
         raise ValueError(f"rpc.trust: {path}: expected the digest of each token to one of {', '.join(ROLES)}")
     return tokens
 
