@@ -26,7 +26,7 @@ from scheduler_svc.recall import recall_of_longest
 from streamrl.planning.forecast import LengthForecast
 
 NUM_FOLDS = 4
-PASSES = 40
+PASSES = 20
 SEED = 0
 SHARES = {"longest_20": 0.20, "longest_10": 0.10, "longest_5": 0.05}
 LAPTOP_MAX_TOKENS = 136

@@ -11,7 +11,7 @@ from generator_svc.version_buffer import VersionBuffer, tensor_offsets
 from streamrl.digest import bytes_digest
 from streamrl.errors import FabricError
 from streamrl.fabric.member import MAX_FAILURES, FabricMember
-from streamrl.fabric.regions import Region
+from streamrl.fabric.regions import tensor_regions
 from streamrl.v1.weights_pb2 import FabricGroup, VersionManifest
 
 
@@ -57,8 +57,6 @@ class FabricReceiver:
         """
         manifest = buffer.manifest
         offsets, _ = tensor_offsets(manifest)
-        sizes = (tensor.num_bytes for tensor in manifest.tensors)
-        regions = [Region(offset, size) for offset, size in zip(offsets, sizes, strict=True)]
         with self._lock:
             self._receiving = manifest
             self.failed_group = group.unique_id
@@ -66,7 +64,7 @@ class FabricReceiver:
                 if cancelled.is_set():
                     raise FabricError("it is not wanted any more")
                 self._member.join(group.unique_id, group.rank, group.world_size)
-                self._member.move(buffer.path, regions)
+                self._member.move(buffer.path, tensor_regions(manifest, offsets))
                 _check(buffer)
             except FabricError:
                 if not cancelled.is_set():

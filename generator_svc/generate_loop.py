@@ -95,6 +95,9 @@ class GenerateLoop:
         """Samples to draw, as they are assigned."""
         if not self._lease_holds():
             return
+        if not self.num_waiting and not self.num_running:
+            # Work that could move is worth hearing of more often than idle instances are.
+            self._say_now()
         for sample in samples:
             if self.draining or not self._queue.add(sample):
                 self.answers.given_back(sample.key, sample.dispatch)

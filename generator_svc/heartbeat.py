@@ -1,6 +1,7 @@
 """The heartbeat stream with the scheduler, which is the instance's lease.
 
-Requests go up at every interval and at once when there is something to say; answers come down at any time. A stream
+Requests go up at every interval, which each answer may change, and at once when there is something to say; answers come
+down at any time. A stream
 that breaks is opened again, also with a scheduler in another life, while the lease lasts.
 """
 
@@ -48,7 +49,9 @@ class Heartbeat:
         """
         self._stub = stub
         self._peer = peer
-        self._something_to_say = asyncio.Event()
+        self._something_to_say = False
+        self._look_up = asyncio.Event()
+        """There is something to say, or the interval has changed."""
         self._answered = asyncio.Event()
         self._interval_s = 0.0
         self._lease_s = 0.0
@@ -58,7 +61,8 @@ class Heartbeat:
 
     def say_now(self) -> None:
         """Does not wait for the interval to end."""
-        self._something_to_say.set()
+        self._something_to_say = True
+        self._look_up.set()
 
     async def answered(self, timeout_s: float) -> bool:
         """Speaks now, and waits for the next answer; False: none came."""
@@ -134,6 +138,9 @@ class Heartbeat:
                     return False
                 self._last_answer = time.monotonic()
                 self._lease_s = response.lease_s or self._lease_s
+                if response.heartbeat_interval_s not in (0.0, self._interval_s):
+                    self._interval_s = response.heartbeat_interval_s
+                    self._look_up.set()
                 self._answered.set()
                 speaker.heard(response)
         return True
@@ -142,14 +149,22 @@ class Heartbeat:
         # A stream that is over is reported to whoever reads it.
         with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
             while True:
-                self._something_to_say.clear()
+                self._something_to_say = False
                 await call.write(speaker.report())
-                due = time.monotonic() + self._interval_s
-                try:
-                    async with asyncio.timeout(self._interval_s):
-                        await self._something_to_say.wait()
-                except TimeoutError:
-                    self.event_loop_lag_s = max(time.monotonic() - due, 0.0)
+                await self._pause()
+
+    async def _pause(self) -> None:
+        """Until there is something to say, or the interval is over."""
+        began = time.monotonic()
+        while not self._something_to_say:
+            self._look_up.clear()
+            due = began + self._interval_s
+            try:
+                async with asyncio.timeout(due - time.monotonic()):
+                    await self._look_up.wait()
+            except TimeoutError:
+                self.event_loop_lag_s = max(time.monotonic() - due, 0.0)
+                return
 
     def _since_answer_s(self) -> float:
         return time.monotonic() - self._last_answer

@@ -36,6 +36,11 @@ from streamrl.v1.scheduler_pb2 import (
 
 logger = logging.getLogger(__name__)
 
+_LEAST_INTERVAL_S = 0.25
+"""Between heartbeats of an instance."""
+_MOST_HEARTBEATS = 250
+"""A second, of the whole fleet."""
+
 
 class Ledger:
     """The state of one life of the scheduler."""
@@ -170,7 +175,7 @@ class Ledger:
             incarnation=life.incarnation,
             partition=life.partition,
             lease_s=self.settings.scheduler.lease_s,
-            heartbeat_interval_s=self.settings.scheduler.heartbeat_interval_s,
+            heartbeat_interval_s=self.heartbeat_interval_s(),
         )
 
     def heartbeat(self, request: HeartbeatRequest, now: float) -> None:
@@ -195,6 +200,15 @@ class Ledger:
                     life.begun.add(key)
         life.hear(request, now)
 
+    def heartbeat_interval_s(self) -> float:
+        """How often instances should be heard of: seldom enough for the lease, but while there is work that could move
+        as often as this process has time for."""
+        seldom_s = self.settings.scheduler.heartbeat_interval_s
+        lives = self.registry.lives()
+        if self.settings.scheduler.moves == "none" or len(lives) < 2 or not any(life.samples for life in lives):
+            return seldom_s
+        return min(seldom_s, max(_LEAST_INTERVAL_S, len(lives) / _MOST_HEARTBEATS))
+
     def _take_back(self, life: Life, given_back: GivenBack) -> None:
         key = SampleKey.from_proto(given_back.id)
         sample = life.samples.get(key)
@@ -216,6 +230,7 @@ class Ledger:
             lease_s=self.settings.scheduler.lease_s,
             newest_weight_version=self.newest_weight_version,
             phase=self.phase,
+            heartbeat_interval_s=self.heartbeat_interval_s(),
         )
         life = self.registry.find(instance, incarnation)
         if life is not None:

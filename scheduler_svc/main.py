@@ -3,7 +3,6 @@
 import asyncio
 import importlib.util
 import logging
-import re
 import time
 from collections.abc import Awaitable
 from contextlib import AsyncExitStack
@@ -18,6 +17,7 @@ from scheduler_svc.schedule_loop import ScheduleLoop
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.version_watch import watch_versions
 from streamrl import service
+from streamrl.hub_name import is_hub_name
 from streamrl.kafka.connection import Connection
 from streamrl.kafka.producer import RecordProducer
 from streamrl.kafka.reader import ReaderThread, Record, RecordReader, all_partitions
@@ -31,8 +31,6 @@ RANKER_FOLDER = "ranker"
 """In the run's folder."""
 
 SERVICE_NAME = "streamrl.v1.SchedulerService"
-
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 async def serve(settings: SchedulerSettings, instance: str, stop: asyncio.Event) -> None:
@@ -148,7 +146,7 @@ def _check_base_model(path: str) -> None:
                 f"scheduler.ranker_base_model: {path} has no config.json: expected the folder of a causal language "
                 "model in Hugging Face's layout"
             )
-    elif _HUB_NAME.fullmatch(path) is None:
+    elif not is_hub_name(path):
         raise ValueError(
             f"scheduler.ranker_base_model: there is no folder {path} (looked in {Path.cwd()}), and it is no hub name "
             "(owner/name)"

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 _PART = 2_000
 """Samples that are copied at once: a few milliseconds."""
-_TRANSFER_S = 1.0
-"""From the request to an instance until another draws the next token, prompts not counted: the way of two heartbeats
-and of a record."""
+_TRANSFER_S = 0.3
+"""From the request to an instance until another draws the next token, prompts not counted: the way of two messages of
+the heartbeat stream, said at once, and of a record."""
 _BATCH_RANKS, _EVALUATION_RANKS = 2.0**24, 2.0**50
 """Answers are shorter than that, and batches closer together."""
 

@@ -45,6 +45,7 @@ class ScheduleLoop:
         self._inbox: deque[Record] = deque()
         self._woken = asyncio.Event()
         self._decided = asyncio.Event()
+        self._may_look = asyncio.Event()
         self._refused_before = 0
 
     def wake(self) -> None:
@@ -82,6 +83,7 @@ class ScheduleLoop:
             self._ledger.advance(time.monotonic())
             tell()
             self._decided.set()
+            self._may_look.set()
 
     async def dispatch(self, tell: Callable[[], None]) -> None:
         """Gives to instances what waits after each round of `run`. It goes on until it is cancelled. Arguments and
@@ -109,8 +111,9 @@ class ScheduleLoop:
     async def watch_progress(self) -> None:
         """Looks again and again at what should move from one instance to another, and has it asked for. It never
         returns. What takes long, in a large fleet, is done in a thread, and takes a fraction of the time at most."""
-        interval_s = self._ledger.settings.scheduler.heartbeat_interval_s
         while True:
+            await self._may_look.wait()
+            self._may_look.clear()
             started = time.monotonic()
             picture = self._ledger.picture(started)
             if picture is not None:
@@ -121,7 +124,7 @@ class ScheduleLoop:
                     logger.info("%d samples are asked for, to go on elsewhere", asked)
                     self.wake()
             # There is nothing new before the next heartbeats.
-            await asyncio.sleep(max(interval_s, _LOOKING_SHARE * (time.monotonic() - started)))
+            await asyncio.sleep(max(self._ledger.heartbeat_interval_s(), _LOOKING_SHARE * (time.monotonic() - started)))
 
     async def _until_due(self) -> None:
         if self._inbox:

@@ -7,12 +7,12 @@ Whatever it is, it becomes a folder in Hugging Face's layout; from there the tra
 import contextlib
 import json
 import logging
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from streamrl.hub_name import is_hub_name
 from trainer_svc.packaged_model import find_packaged_model, packaged_model_folder, packaged_model_place
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 TINY = "tiny"
 PACKAGE = "package:"
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_TIMEOUT_S = 5.0
 _CONFIG_FILE = "config.json"
 _TOKENIZER_FILES = (
@@ -139,7 +138,7 @@ def check_model(path: str) -> None:
         raise ValueError(
             f"model.path: {path} is a file, expected a folder in Hugging Face's layout with {_CONFIG_FILE}"
         )
-    elif not _HUB_NAME.fullmatch(path):
+    elif not is_hub_name(path):
         raise ValueError(
             f"model.path: there is no folder {path} (looked in {Path.cwd()}), and it is no hub name (owner/name), "
             f"{TINY}, or {PACKAGE}NAME"

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from streamrl.errors import FabricError
 from streamrl.fabric.member import MAX_FAILURES, FabricMember
-from streamrl.fabric.regions import Region
+from streamrl.fabric.regions import tensor_regions
 from streamrl.v1.weights_pb2 import FabricGroup
 from weights_svc.ledger import Ledger
 from weights_svc.negotiate import FabricOffer
@@ -119,7 +119,8 @@ class FabricSender:
                 logger.info("a new group on %s: %s", self._fabric, ", ".join(membership.members))
             answer.set_result((membership, self._unique_id))
             await asyncio.to_thread(self._member.join, self._unique_id, 0, membership.world_size)
-            await asyncio.to_thread(self._member.move, str(stored.path), _regions(stored))
+            regions = tensor_regions(stored.manifest, stored.positions)
+            await asyncio.to_thread(self._member.move, str(stored.path), regions)
         except FabricError as error:
             logger.warning("version=%d takes the ordinary way, and not that of %s: %s", version, self._fabric, error)
             if not answer.done():
@@ -140,8 +141,3 @@ class FabricSender:
             logger.warning("nothing more is sent over %s: %d groups in a row failed", self._fabric, MAX_FAILURES)
         else:
             self._member.start()
-
-
-def _regions(stored: StoredVersion) -> list[Region]:
-    sizes = (tensor.num_bytes for tensor in stored.manifest.tensors)
-    return [Region(position, size) for position, size in zip(stored.positions, sizes, strict=True)]

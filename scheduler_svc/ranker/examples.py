@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-MOST_PROMPT_TOKENS = 256
+MOST_PROMPT_TOKENS = 128
 """Of a longer prompt the ranker sees the beginning and, mostly, the end, where the question stands."""
-_BEGINNING = 64
+_BEGINNING = 32
 
 _MOST_EXAMPLES = 20_000
 _NEWEST = 512

@@ -3,8 +3,10 @@
 Both ends cut alike, because blocks follow from the sizes of the tensors alone; where these lie is each member's affair.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
+
+from streamrl.v1.weights_pb2 import VersionManifest
 
 
 class Region(NamedTuple):
@@ -12,6 +14,11 @@ class Region(NamedTuple):
 
     offset: int
     num_bytes: int
+
+
+def tensor_regions(manifest: VersionManifest, offsets: Iterable[int]) -> list[Region]:
+    """A version's tensors in a file where they begin at these offsets."""
+    return [Region(offset, tensor.num_bytes) for offset, tensor in zip(offsets, manifest.tensors, strict=True)]
 
 
 def blocks(regions: Sequence[Region], block_bytes: int) -> Iterator[list[Region]]:

@@ -76,7 +76,11 @@ def _speaks_first(secured: ssl.SSLSocket) -> bool:
 def _what_is_wrong(identity: Identity) -> str:
     from cryptography import x509
 
-    until = x509.load_pem_x509_certificate(identity.certificate).not_valid_after_utc
+    certificate = x509.load_pem_x509_certificate(identity.certificate)
+    since, until = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if until < datetime.now(UTC):
         return f"it has expired on {until:%Y-%m-%d %H:%M} UTC"
-    return "it is signed by another authority than the peer's"
+    return (
+        "it is signed by another authority than the peer's (is rpc.trust of another run?), or the peer's clock is not "
+        f"between {since:%Y-%m-%d %H:%M} and {until:%Y-%m-%d %H:%M} UTC"
+    )

@@ -12,7 +12,6 @@ the command gives it once, before it opens any channel. Without one it speaks pl
 in `why_not`, a pure function.
 """
 
-import json
 import re
 import ssl
 from collections.abc import Iterable, Mapping
@@ -22,6 +21,7 @@ from pathlib import Path
 
 from streamrl.digest import bytes_digest
 from streamrl.errors import ForbiddenError, UnauthenticatedError
+from streamrl.json_object import object_of
 
 ROLES = ("trainer", "scheduler", "generator", "weights", "command")
 """command: who watches and stops a run."""
@@ -144,10 +144,10 @@ def why_not(role: str, method: str) -> str | None:
 def _read_tokens(path: Path) -> dict[str, str]:
     data = _read(path)
     try:
-        tokens = json.loads(data)
+        tokens = object_of(data.decode())
     except ValueError as error:
-        raise ValueError(f"rpc.trust: {path} is no JSON: {error}") from error
-    if not isinstance(tokens, dict) or not all(role in ROLES for role in tokens.values()):
+        raise ValueError(f"rpc.trust: {path} is no JSON object: {error}") from error
+    if not all(role in ROLES for role in tokens.values()):
         raise ValueError(f"rpc.trust: {path}: expected the digest of each token to one of {', '.join(ROLES)}")
     return tokens
 
@@ -200,9 +200,14 @@ def _check_certificate(identity: Identity) -> None:
         raise ValueError(
             f"rpc.trust: {path} has DNS names {', '.join(dns_names) or 'none'}: expected {SERVER_NAME!r} among them"
         )
-    until = certificate.not_valid_after_utc
-    if until < datetime.now(UTC):
+    now, since, until = datetime.now(UTC), certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if until < now:
         raise ValueError(f"rpc.trust: {path} has expired on {until:%Y-%m-%d %H:%M} UTC: make a new one")
+    if since > now:
+        raise ValueError(
+            f"rpc.trust: {path} is valid from {since:%Y-%m-%d %H:%M} UTC on, and it is {now:%Y-%m-%d %H:%M} UTC here: "
+            "set this machine's clock, or make a new one"
+        )
 
 
 def _read(path: Path) -> bytes:

@@ -376,12 +376,15 @@ class HeartbeatResponse(google.protobuf.message.Message):
     PHASE_FIELD_NUMBER: builtins.int
     REVOKE_UNSTARTED_FIELD_NUMBER: builtins.int
     HAND_OVER_FIELD_NUMBER: builtins.int
+    HEARTBEAT_INTERVAL_S_FIELD_NUMBER: builtins.int
     lease_granted: builtins.bool
     """False: the incarnation is not (or no longer) known. Stop everything and register again."""
     lease_s: builtins.float
     newest_weight_version: builtins.int
     """The newest announced version; absent before the first."""
     phase: global___FleetPhase.ValueType
+    heartbeat_interval_s: builtins.float
+    """From now on; shorter while there is work that could move."""
     @property
     def revoke(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[streamrl.v1.sample_pb2.SampleId]:
         """Samples to give back. One that overtakes its assignment is kept and applied when that comes."""
@@ -406,9 +409,10 @@ class HeartbeatResponse(google.protobuf.message.Message):
         phase: global___FleetPhase.ValueType = ...,
         revoke_unstarted: collections.abc.Iterable[streamrl.v1.sample_pb2.SampleId] | None = ...,
         hand_over: collections.abc.Iterable[streamrl.v1.sample_pb2.SampleId] | None = ...,
+        heartbeat_interval_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_newest_weight_version", b"_newest_weight_version", "newest_weight_version", b"newest_weight_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_newest_weight_version", b"_newest_weight_version", "hand_over", b"hand_over", "lease_granted", b"lease_granted", "lease_s", b"lease_s", "newest_weight_version", b"newest_weight_version", "phase", b"phase", "revoke", b"revoke", "revoke_unstarted", b"revoke_unstarted"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_newest_weight_version", b"_newest_weight_version", "hand_over", b"hand_over", "heartbeat_interval_s", b"heartbeat_interval_s", "lease_granted", b"lease_granted", "lease_s", b"lease_s", "newest_weight_version", b"newest_weight_version", "phase", b"phase", "revoke", b"revoke", "revoke_unstarted", b"revoke_unstarted"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_newest_weight_version", b"_newest_weight_version"]) -> typing.Literal["newest_weight_version"] | None: ...
 
 global___HeartbeatResponse = HeartbeatResponse

@@ -227,6 +227,7 @@ class ScriptedScheduler(SchedulerServiceServicer):
         self.granted = True
         self.silent = False
         self.lease_s = 30.0
+        self.interval_s = 0.2
         self.newest: int | None = None
         self.phase: FleetPhase.ValueType = FLEET_PHASE_GENERATE
         self._streams: list[asyncio.Queue[HeartbeatResponse]] = []
@@ -256,7 +257,10 @@ class ScriptedScheduler(SchedulerServiceServicer):
         self.incarnation += 1
         self.granted = True
         return RegisterResponse(
-            incarnation=self.incarnation, partition=0, lease_s=self.lease_s, heartbeat_interval_s=0.2
+            incarnation=self.incarnation,
+            partition=0,
+            lease_s=self.lease_s,
+            heartbeat_interval_s=self.interval_s,
         )
 
     async def Heartbeat(

@@ -9,13 +9,13 @@ import pytest
 from generator_svc.prefetcher import Prefetcher
 from generator_svc.version_assembly import VersionAssembly
 from generator_svc.version_buffer import VersionBuffer
-from generator_svc.weight_fetcher import FetchedVersion, WeightSource
+from generator_svc.weight_fetcher import WeightSource
 from streamrl.delta_codec import encode_delta
 from streamrl.digest import bytes_digest, version_digest
 from streamrl.errors import WeightTransferError
 from streamrl.rpc.chunks import FetchedChunk, Stretch
 from streamrl.v1.weights_pb2 import CHUNK_ENCODING_SPARSE_DELTA, TensorInfo, VersionManifest
-from tests.weights_svc.running_service import RUN_ID, RunningService
+from tests.weights_svc.running_service import RUN_ID, RunningService, content_of
 
 OLD = {"frozen": b"\1\2\3\4" * 50, "trained": bytes(4000), "gone": b"12345678"}
 NEW = {"frozen": OLD["frozen"], "trained": bytes(100) + b"\7" + bytes(3899), "fresh": b"abcd"}
@@ -93,7 +93,7 @@ def test_an_instance_that_keeps_its_base_fetches_what_differs(tmp_path: Path):
         for version in range(3):
             service.publish(version, versions[version])
             fetched = await prefetcher.take(service.negotiate(exact_weight_version=version).manifest)
-            arrived.append(_content(fetched))
+            arrived.append(content_of(fetched.buffer))
             fetched.buffer.close()
         prefetcher.close()
         return arrived
@@ -107,11 +107,3 @@ def test_an_instance_that_keeps_its_base_fetches_what_differs(tmp_path: Path):
         assert traffic.bytes_sent < 6000 + 200
     finally:
         service.stop()
-
-
-def _content(fetched: FetchedVersion) -> list[bytes]:
-    content = []
-    for index in range(len(fetched.manifest.tensors)):
-        with fetched.buffer.tensor_bytes(index) as data:
-            content.append(bytes(data))
-    return content

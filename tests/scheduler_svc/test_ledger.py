@@ -844,6 +844,33 @@ def _crowded_and_idle() -> Scene:
     return scene
 
 
+def test_heartbeats_are_frequent_while_work_could_move_as_far_as_the_fleet_allows() -> None:
+    def interval_s(scene: Scene) -> float:
+        return scene.ledger.answer("generator-0", scene.incarnations["generator-0"]).heartbeat_interval_s
+
+    alone = Scene(num_instances=1).ready("generator-0")
+    seldom_s = interval_s(alone)
+    assert seldom_s == LEASE_S / 5
+    alone.batch(0)
+    alone.advance()
+    assert interval_s(alone) == seldom_s
+    scene = Scene(num_instances=2, max_instances=1000).ready("generator-0", "generator-1")
+    assert interval_s(scene) == seldom_s
+    scene.batch(0)
+    scene.advance()
+    assert interval_s(scene) == 0.25
+    for index in range(2, 150):
+        scene.register(f"generator-{index}")
+    assert interval_s(scene) == pytest.approx(150 / 250)
+    for index in range(150, 1000):
+        scene.register(f"generator-{index}")
+    assert interval_s(scene) == seldom_s
+    still = Scene(num_instances=2, moves="none").ready("generator-0", "generator-1")
+    still.batch(0)
+    still.advance()
+    assert interval_s(still) == seldom_s
+
+
 def test_what_waits_for_a_place_is_asked_for_when_another_instance_has_places() -> None:
     scene = _crowded_and_idle()
     assert scene.advance() == []

@@ -1,8 +1,11 @@
 """Profiles from heartbeats."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.optimize import isotonic_regression
 
-from scheduler_svc.observed_latency import ObservedLatency, fleet_profiles
+from scheduler_svc.observed_latency import ObservedLatency, fleet_profiles, rising
 from scheduler_svc.registry import Life
 from streamrl.v1.scheduler_pb2 import EngineProfile, HeartbeatRequest, RegisterRequest, StepLatency
 
@@ -45,10 +48,34 @@ def test_latencies_are_means_over_the_last_steps() -> None:
 
 def test_a_larger_batch_is_never_taken_to_be_faster() -> None:
     observed = ObservedLatency()
-    observed.take(beat((1, 0.3, 10), (8, 0.2, 10)).step_latencies)
+    observed.take(beat((1, 0.3, 10), (8, 0.2, 30)).step_latencies)
     latency = observed.token_latency()
     assert latency is not None
-    assert latency(8) == pytest.approx(0.3)
+    assert (latency(1), latency(8)) == pytest.approx((0.225, 0.225))
+
+
+@given(st.lists(st.tuples(st.floats(0.01, 10), st.floats(0.1, 100)), min_size=1, max_size=8))
+def test_rising_is_isotonic_regression(observed: list[tuple[float, float]]) -> None:
+    values, weights = zip(*observed, strict=True)
+    expected = isotonic_regression(values, weights=weights).x
+    assert rising(values, weights) == pytest.approx(list(expected), rel=1e-6)
+
+
+def test_instances_are_unlike_only_where_that_is_more_than_noise() -> None:
+    def seen(name: str, seconds: list[float]) -> Life:
+        made = life(name)
+        for one in seconds:
+            made.latency.take(beat((8, one, 20)).step_latencies)
+        return made
+
+    noisy = [0.1, 0.2, 0.1, 0.16, 0.09, 0.18]
+    slower = [1.3 * one for one in noisy]
+    profiles = fleet_profiles([seen("a", noisy), seen("b", slower)])
+    assert profiles["a"] is profiles["b"]
+    steady = fleet_profiles([seen("a", [0.1] * 6), seen("b", [0.13] * 6)])
+    assert steady["a"] is not steady["b"]
+    in_the_long_run = fleet_profiles([seen("a", 40 * noisy), seen("b", [2 * one for one in 40 * noisy])])
+    assert in_the_long_run["a"] is not in_the_long_run["b"]
 
 
 def test_figures_that_make_no_sense_are_passed_over() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grpc
 
+from generator_svc.version_buffer import VersionBuffer
 from streamrl.digest import bytes_digest
 from streamrl.fabric.member import COMMAND
 from streamrl.rpc.channel import open_channel
@@ -230,3 +231,12 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def content_of(buffer: VersionBuffer) -> list[bytes]:
+    """The data of each tensor."""
+    content = []
+    for index in range(len(buffer.manifest.tensors)):
+        with buffer.tensor_bytes(index) as data:
+            content.append(bytes(data))
+    return content

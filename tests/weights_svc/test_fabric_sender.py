@@ -17,7 +17,7 @@ from generator_svc.weight_fetcher import FetchedVersion, WeightFetch, WeightSour
 from streamrl.errors import WeightTransferError
 from streamrl.fabric import member
 from streamrl.fabric.member import FabricMember
-from tests.weights_svc.running_service import RUN_ID, RunningService, make_data, wait_until
+from tests.weights_svc.running_service import RUN_ID, RunningService, content_of, make_data, wait_until
 from weights_svc import fabric_sender
 
 LOOPBACK = (sys.executable, str(Path(__file__).parents[1] / "streamrl" / "fabric" / "loopback_network.py"))
@@ -68,7 +68,7 @@ class Instances:
 
         def fetch(index: int) -> None:
             source = WeightSource(self._service.address, RUN_ID, 1, f"generator-{index}", "west", fabric="ib0")
-            contents[index] = content_of(WeightFetch(source, manifest, fabric=self.receivers[index]).run())
+            contents[index] = taken(WeightFetch(source, manifest, fabric=self.receivers[index]).run())
 
         threads = [threading.Thread(target=fetch, args=(index,)) for index in range(len(self.receivers))]
         for thread in threads:
@@ -111,11 +111,8 @@ def instances(service: RunningService, senders: list[FabricMember]) -> Iterator[
         some.close()
 
 
-def content_of(fetched: FetchedVersion) -> list[bytes]:
-    content = []
-    for index in range(len(fetched.manifest.tensors)):
-        with fetched.buffer.tensor_bytes(index) as data:
-            content.append(bytes(data))
+def taken(fetched: FetchedVersion) -> list[bytes]:
+    content = content_of(fetched.buffer)
     fetched.buffer.close()
     return content
 
@@ -202,7 +199,7 @@ def test_a_fetch_that_waits_for_its_group_can_be_cancelled(
     # What comes next tells weights_svc, which does not wait there for long.
     service.publish(1)
     manifest = service.negotiate(exact_weight_version=1).manifest
-    assert content_of(WeightFetch(source, manifest, fabric=receiver).run()) == make_data(1)
+    assert taken(WeightFetch(source, manifest, fabric=receiver).run()) == make_data(1)
     wait_until(lambda: "asked to join, the member process ended" in caplog.text)
 
 
@@ -213,7 +210,7 @@ def test_a_prefetcher_that_cannot_take_part_fetches(service: RunningService):
         service.publish(0)
         fetched = await prefetcher.take(service.negotiate(exact_weight_version=0).manifest)
         prefetcher.close()
-        return content_of(fetched)
+        return taken(fetched)
 
     assert asyncio.run(main()) == make_data(0)
     assert traffic(service) == (NUM_BYTES, NUM_BYTES)

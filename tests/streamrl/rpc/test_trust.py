@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import grpc
@@ -227,6 +228,12 @@ def certified(folder: Path, role: str, *, days: float) -> None:
     (folder / "weights.key").write_bytes(key)
 
 
+def certified_from_tomorrow(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("streamrl.command.certs._CLOCK_SKEW", -timedelta(days=1))
+        certified(folder, "weights", days=2)
+
+
 def with_a_password(folder: Path) -> None:
     key = load_pem_private_key((folder / "weights.key").read_bytes(), None)
     sealed = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret"))
@@ -250,6 +257,7 @@ def with_a_password(folder: Path) -> None:
         (with_a_password, r"the key without a password"),
         (lambda folder: certified(folder, "trainer", days=1), r"is for trainer: expected 'weights' as its common name"),
         (lambda folder: certified(folder, "weights", days=-1), r"weights.pem has expired on"),
+        (certified_from_tomorrow, r"weights.pem is valid from .* UTC here: set this machine's clock"),
     ],
 )
 def test_files_that_do_not_fit_are_bad_input_before_anything_listens_or_calls(folder, tmp_path, spoil, message):
