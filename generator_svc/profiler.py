@@ -107,7 +107,7 @@ class Profiler:
         await self._draw(batch_size, prompt_tokens, num_steps)
         speeds = self._engine.step_latencies()
         if not speeds:
-            raise ValueError(f"it says nothing of steps with {batch_size} sequences")
+            raise ValueError(f"the engine says nothing of steps with {batch_size} sequences")
         return max(speeds, key=lambda speed: speed.batch_size)._replace(batch_size=batch_size)
 
     async def _draw(self, batch_size: int, prompt_tokens: int, num_steps: int) -> None:
@@ -126,6 +126,8 @@ class Profiler:
             stop_token_ids=[],
             seed=self._count,
             priority=0,
+            # A trained model may have nothing to say to made-up prompts.
+            to_the_end=True,
         )
 
     def _tokens(self, count: int) -> list[int]:

@@ -119,6 +119,7 @@ class VllmEngine:
             temperature=request.temperature,
             max_tokens=request.max_tokens - len(request.prefix_token_ids),
             stop_token_ids=request.stop_token_ids,
+            ignore_eos=request.to_the_end,
             seed=request.seed,
             logprobs=0,
             flat_logprobs=True,
