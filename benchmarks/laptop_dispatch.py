@@ -6,11 +6,12 @@ go on with. 32 groups of 8 answers go to two instances of 64 places: two waves, 
 balances. Runs of one seed have the same prompts, batch by batch. Round-robin stands as it is dispatched: nothing moves.
 
 On emulated devices (benchmarks/emulation) each instance and the trainer have one of their own. Services, broker, gRPC
-and the length ranker are real; steps of the engine take as long as those of the laptop's engine alone on a core, answers
-are as long as right ones, and a pass of the trainer takes what it takes there alone. Both runs of a seed go on beside
-each other. With real compute (`real/`) two engines and the trainer share the threads of the machine: on one core with
-two threads, what one leaves idle the others use, and dispatch can change little; there the two runs of a seed take
-turns in going first.
+and the length ranker are real; steps of the engine take as long as those of the laptop's engine alone on a core, passes
+of the trainer as long as its own there, and answers are as long as right ones. Both runs of a seed go on beside each
+other, for an epoch, in which lengths are learned, and half of the next, whose prompts were answered before.
+
+With real compute two engines and a trainer share the threads of the machine: what one leaves idle others use, so that
+dispatch can change little. There the two runs of a seed take turns in going first, for half of an epoch.
 
 Batch is compared with batch, over all seeds. Each finished run is kept in `runs/laptop_dispatch`, and is not done
 again; remove the folder to begin anew. Half an hour.
@@ -52,8 +53,9 @@ TRAIN_TOKEN_S = 1e-4
 LOAD_S = 0.02
 _CONFIG = Path("examples/laptop.toml")
 _SETTINGS: dict[str, Any] = {"pipeline.mode": "sync", "eval.every": 0}
+EPOCH_ITERATIONS = 64
 _EMULATED: dict[str, Any] = {
-    "trainer.num_iterations": 60,
+    "trainer.num_iterations": EPOCH_ITERATIONS * 3 // 2,
     "generator.engine": "fake",
     "trainer.checkpoint_every": 0,
     # Otherwise answers of equal rewards need no pass.
@@ -92,9 +94,23 @@ def measure() -> Result:
             real[policy].append(_real_run(policy, seed))
     emulation = _emulation({}).model_dump()
     settings = {"num_seeds": NUM_SEEDS, **_SETTINGS, "policies": POLICIES, "emulated": _EMULATED, "real": _REAL}
-    return Result(
-        "laptop_dispatch", settings | {"emulation": emulation}, cells("emulated", emulated) + cells("real", real)
-    )
+    found = [
+        *cells("emulated/first_epoch", _stretch(emulated, 0, EPOCH_ITERATIONS - WARM_UP_ITERATIONS)),
+        *cells("emulated/second_epoch", _stretch(emulated, EPOCH_ITERATIONS - WARM_UP_ITERATIONS, None)),
+        *cells("real", real),
+    ]
+    return Result("laptop_dispatch", settings | {"emulation": emulation}, found)
+
+
+def _stretch(runs: Mapping[str, Sequence[DispatchRun]], first: int, end: int | None) -> dict[str, list[DispatchRun]]:
+    """Of each run some batches."""
+    return {
+        policy: [
+            DispatchRun(run.setup, run.generation_s[first:end], run.idle[first:end], run.length_mean[first:end])
+            for run in of_policy
+        ]
+        for policy, of_policy in runs.items()
+    }
 
 
 def cells(world: str, runs: Mapping[str, Sequence[DispatchRun]]) -> list[Cell]:
@@ -148,7 +164,7 @@ def _by_seed(runs: Sequence[DispatchRun], name: str) -> Array:
 
 def _emulated_run(nursery: Nursery, policy: str, seed: int) -> DispatchRun:
     setup = _setup(policy, seed, _EMULATED)
-    emulation = _emulation({prompt_key(one.example.token_ids): one.example.lengths[0] for one in laptop_prompts()})
+    emulation = _emulation({prompt_key(one.example.token_ids): one.example.lengths[0] for one in laptop_prompts(seed)})
 
     def do(folder: Path) -> Mapping[str, Any]:
         settings = resolve(_CONFIG, [*_assignments(setup), f"run.dir={folder}", "run.id=emulated"])
