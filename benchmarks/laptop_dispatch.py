@@ -2,19 +2,27 @@
 long the trainer waits for it.
 
 In mode sync, where a batch's last answer is waited for: in async an instance that is done early has the next batch to
-go on with. Runs of one seed have the same prompts, batch by batch; which policy goes first changes from seed to seed.
-The example deals 32 groups of 8 answers to two instances of 64 places: two waves, which round-robin, longest first,
-nearly balances. Little is left to gain: two or three per cent in a simulation, a third of what batches differ by. So
-batch is compared with batch, over all seeds. Round-robin stands as it is dispatched: nothing moves.
+go on with. 32 groups of 8 answers go to two instances of 64 places: two waves, which round-robin, longest first, nearly
+balances. Runs of one seed have the same prompts, batch by batch. Round-robin stands as it is dispatched: nothing moves.
 
-Each finished run is kept in `runs/laptop_dispatch`, and is not done again; remove the folder to begin anew. A quarter
-of an hour.
+On emulated devices (benchmarks/emulation) each instance and the trainer have one of their own. Services, broker, gRPC
+and the length ranker are real; steps of the engine take as long as those of the laptop's engine alone on a core, passes
+of the trainer as long as its own there, and answers are as long as right ones. Both runs of a seed go on beside each
+other, for an epoch, in which lengths are learned, and half of the next, whose prompts were answered before.
+
+With real compute two engines and a trainer share the threads of the machine: what one leaves idle others use, so that
+dispatch can change little. There the two runs of a seed take turns in going first, for half of an epoch.
+
+Batch is compared with batch, over all seeds. Each finished run is kept in `runs/laptop_dispatch`, and is not done
+again; remove the folder to begin anew. Half an hour.
 """
 
 import json
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,14 +30,17 @@ from typing import Any
 import numpy as np
 
 from benchmarks.curves.perform import logged_figures, run_whole
+from benchmarks.emulation.fleet import Nursery, run_services
+from benchmarks.emulation.plan import Emulation, prompt_key
+from benchmarks.length_ranker import laptop_prompts
 from benchmarks.result import Cell, Result
+from streamrl.command.resolve import resolve
 from streamrl.planning.forecast import Array
 from streamrl.whole_file import replace_file
 
 logger = logging.getLogger(__name__)
 
 NUM_SEEDS = 5
-NUM_ITERATIONS = 20
 WARM_UP_ITERATIONS = 2
 """Of each run: nothing is known of lengths yet, and engines do everything for the first time."""
 CONFIDENCE = 0.95
@@ -37,8 +48,21 @@ POLICIES: dict[str, dict[str, Any]] = {
     "makespan": {},
     "round_robin": {"scheduler.dispatch": "round_robin", "scheduler.moves": "none"},
 }
+STEP_MS = {1: 4.0, 4: 4.5, 16: 6.0, 64: 12.0}
+TRAIN_TOKEN_S = 1e-4
+LOAD_S = 0.02
 _CONFIG = Path("examples/laptop.toml")
-_SETTINGS: dict[str, Any] = {"pipeline.mode": "sync", "eval.every": 0, "eval.num_prompts": 64}
+_SETTINGS: dict[str, Any] = {"pipeline.mode": "sync", "eval.every": 0}
+EPOCH_ITERATIONS = 64
+_EMULATED: dict[str, Any] = {
+    "trainer.num_iterations": EPOCH_ITERATIONS * 3 // 2,
+    "generator.engine": "fake",
+    "trainer.checkpoint_every": 0,
+    # Otherwise answers of equal rewards need no pass.
+    "trainer.kl": "loss",
+    "eval.num_prompts": 1,
+}
+_REAL: dict[str, Any] = {"trainer.num_iterations": 30, "eval.num_prompts": 64}
 _FIGURES = ("time/generation_s", "time/wait_s", "time/iteration_s", "length/mean")
 _KEPT = Path("runs") / "laptop_dispatch"
 
@@ -47,7 +71,8 @@ _KEPT = Path("runs") / "laptop_dispatch"
 class DispatchRun:
     """What is kept of a run: by iteration, after the warm-up."""
 
-    assignments: Mapping[str, str]
+    setup: Mapping[str, str]
+    """What it was done with."""
     generation_s: Sequence[float]
     idle: Sequence[float]
     """Share of the iteration that the trainer waited."""
@@ -56,29 +81,53 @@ class DispatchRun:
 
 
 def measure() -> Result:
-    """All seeds, as far as they are not kept."""
-    runs: dict[str, list[DispatchRun]] = {policy: [] for policy in POLICIES}
+    """All runs, as far as they are not kept."""
+    emulated: dict[str, list[DispatchRun]] = {policy: [] for policy in POLICIES}
+    real: dict[str, list[DispatchRun]] = {policy: [] for policy in POLICIES}
+    with closing(Nursery()) as nursery, ThreadPoolExecutor(len(POLICIES)) as threads:
+        for seed in range(NUM_SEEDS):
+            beside = {policy: threads.submit(_emulated_run, nursery, policy, seed) for policy in POLICIES}
+            for policy, run in beside.items():
+                emulated[policy].append(run.result())
     for seed in range(NUM_SEEDS):
         for policy in list(POLICIES)[:: -1 if seed % 2 else 1]:
-            runs[policy].append(_kept_or_done(policy, seed))
-    settings = {"num_seeds": NUM_SEEDS, "num_iterations": NUM_ITERATIONS, **_SETTINGS, "policies": POLICIES}
-    return Result("laptop_dispatch", settings, cells(runs))
+            real[policy].append(_real_run(policy, seed))
+    emulation = _emulation({}).model_dump()
+    settings = {"num_seeds": NUM_SEEDS, **_SETTINGS, "policies": POLICIES, "emulated": _EMULATED, "real": _REAL}
+    found = [
+        *cells("emulated/first_epoch", _stretch(emulated, 0, EPOCH_ITERATIONS - WARM_UP_ITERATIONS)),
+        *cells("emulated/second_epoch", _stretch(emulated, EPOCH_ITERATIONS - WARM_UP_ITERATIONS, None)),
+        *cells("real", real),
+    ]
+    return Result("laptop_dispatch", settings | {"emulation": emulation}, found)
 
 
-def cells(runs: Mapping[str, Sequence[DispatchRun]]) -> list[Cell]:
+def _stretch(runs: Mapping[str, Sequence[DispatchRun]], first: int, end: int | None) -> dict[str, list[DispatchRun]]:
+    """Of each run some batches."""
+    return {
+        policy: [
+            DispatchRun(run.setup, run.generation_s[first:end], run.idle[first:end], run.length_mean[first:end])
+            for run in of_policy
+        ]
+        for policy, of_policy in runs.items()
+    }
+
+
+def cells(world: str, runs: Mapping[str, Sequence[DispatchRun]]) -> list[Cell]:
     """From the runs of each policy, by seed, to what is reported."""
     found = []
     ours, theirs = (_by_seed(runs[policy], "generation_s") for policy in ("makespan", "round_robin"))
     ratio = float(ours.mean() / theirs.mean())
-    found.append(Cell("round_robin/generation", float(theirs.mean()), "s a batch"))
-    found.append(Cell("makespan/generation", float(ours.mean()), "s a batch", "round_robin", ratio))
-    found += _difference_cells("generation", (ours - theirs) / theirs.mean(), "of round_robin's mean")
+    found.append(Cell(f"{world}/round_robin/generation", float(theirs.mean()), "s a batch"))
+    found.append(Cell(f"{world}/makespan/generation", float(ours.mean()), "s a batch", "round_robin", ratio))
+    found += _difference_cells(f"{world}/generation", (ours - theirs) / theirs.mean(), "of round_robin's mean")
     ours, theirs = (_by_seed(runs[policy], "idle") for policy in ("makespan", "round_robin"))
-    found.append(Cell("round_robin/idle/trainer", float(theirs.mean()), "of the time"))
-    found.append(Cell("makespan/idle/trainer", float(ours.mean()), "of the time"))
-    found += _difference_cells("idle/trainer", ours - theirs, "of the time")
+    found.append(Cell(f"{world}/round_robin/idle/trainer", float(theirs.mean()), "of the time"))
+    found.append(Cell(f"{world}/makespan/idle/trainer", float(ours.mean()), "of the time"))
+    found += _difference_cells(f"{world}/idle/trainer", ours - theirs, "of the time")
     ours, theirs = (_by_seed(runs[policy], "length_mean") for policy in ("makespan", "round_robin"))
-    found.append(Cell("lengths", float(ours.mean()), "tokens", "round_robin", float(ours.mean() / theirs.mean())))
+    ratio = float(ours.mean() / theirs.mean())
+    found.append(Cell(f"{world}/lengths", float(ours.mean()), "tokens", "round_robin", ratio))
     return found
 
 
@@ -92,7 +141,7 @@ def _difference_cells(name: str, differences: Array, unit: str) -> list[Cell]:
         told = (
             f"{unit}, {CONFIDENCE:.0%} interval {mean - half_width:+.4f} to {mean + half_width:+.4f}, n {len(values)}"
         )
-        found.append(Cell(f"difference/{name}/{way}", mean, told, "round_robin", None, 0.0, mean + half_width < 0))
+        found.append(Cell(f"{name}/difference/{way}", mean, told, "round_robin", None, 0.0, mean + half_width < 0))
     return found
 
 
@@ -113,35 +162,70 @@ def _by_seed(runs: Sequence[DispatchRun], name: str) -> Array:
     return np.array([getattr(run, name) for run in runs], dtype=np.float64)
 
 
-def _kept_or_done(policy: str, seed: int) -> DispatchRun:
-    values = {"run.seed": seed, "trainer.num_iterations": NUM_ITERATIONS, **_SETTINGS, **POLICIES[policy]}
-    assignments = {name: str(value) for name, value in values.items()}
-    name = f"{policy}-{seed}"
+def _emulated_run(nursery: Nursery, policy: str, seed: int) -> DispatchRun:
+    setup = _setup(policy, seed, _EMULATED)
+    emulation = _emulation({prompt_key(one.example.token_ids): one.example.lengths[0] for one in laptop_prompts(seed)})
+
+    def do(folder: Path) -> Mapping[str, Any]:
+        settings = resolve(_CONFIG, [*_assignments(setup), f"run.dir={folder}", "run.id=emulated"])
+        return run_services(nursery, emulation, settings).summary
+
+    told = emulation.model_dump_json(exclude={"answer_tokens"})
+    return _kept_or_done(f"emulated-{policy}-{seed}", {**setup, "emulation": told}, do)
+
+
+def _emulation(answer_tokens: dict[str, int]) -> Emulation:
+    return Emulation(
+        speed=1.0,
+        longest_answer=max(answer_tokens.values(), default=0),
+        max_running=64,
+        step_ms=STEP_MS,
+        prefill_token_ms=0.0,
+        load_s=LOAD_S,
+        train_token_s=TRAIN_TOKEN_S,
+        answer_tokens=answer_tokens,
+    )
+
+
+def _real_run(policy: str, seed: int) -> DispatchRun:
+    name, setup = f"real-{policy}-{seed}", _setup(policy, seed, _REAL)
+
+    def do(folder: Path) -> Mapping[str, Any]:
+        return run_whole(name, _CONFIG, _assignments(setup), folder, log=folder / "progress.log")
+
+    return _kept_or_done(name, setup, do)
+
+
+def _setup(policy: str, seed: int, world: Mapping[str, Any]) -> dict[str, str]:
+    values = {"run.seed": seed, **_SETTINGS, **world, **POLICIES[policy]}
+    return {name: str(value) for name, value in values.items()}
+
+
+def _assignments(setup: Mapping[str, str]) -> list[str]:
+    return [f"{name}={value}" for name, value in setup.items()]
+
+
+def _kept_or_done(name: str, setup: Mapping[str, str], do: Callable[[Path], Mapping[str, Any]]) -> DispatchRun:
+    """
+    Args:
+        do: does the run in a folder that is there, and returns its summary. If it fails, the folder stays.
+    """
     file = _KEPT / f"{name}.json"
     if file.is_file():
         kept = DispatchRun(**json.loads(file.read_text()))
-        if kept.assignments == assignments:
+        if kept.setup == setup:
             return kept
-    done = _do(name, assignments)
-    replace_file(file, json.dumps(asdict(done)), flush=True)
-    return done
-
-
-def _do(name: str, assignments: Mapping[str, str]) -> DispatchRun:
-    """One run, as a user starts it.
-
-    Raises:
-        RunFailedError: it failed; its folder stays.
-    """
     folder = (_KEPT / name).absolute()
     shutil.rmtree(folder, ignore_errors=True)
-    settings = [f"{setting}={value}" for setting, value in assignments.items()]
-    summary = run_whole(name, _CONFIG, settings, folder, log=folder / "progress.log")
-    figures = logged_figures(summary["mlflow"]["tracking_uri"], summary["mlflow"]["run_id"], _FIGURES)
+    folder.mkdir(parents=True)
+    tracker = do(folder)["mlflow"]
+    figures = logged_figures(tracker["tracking_uri"], tracker["run_id"], _FIGURES)
     generation_s, wait_s, iteration_s, length_mean = (
         list(figures[figure].values)[WARM_UP_ITERATIONS:] for figure in _FIGURES
     )
     shutil.rmtree(folder)
     logger.info("%s: %.2f s a batch", name, np.mean(generation_s))
     idle = [wait / whole for wait, whole in zip(wait_s, iteration_s, strict=True)]
-    return DispatchRun(assignments, generation_s, idle, length_mean)
+    done = DispatchRun(setup, generation_s, idle, length_mean)
+    replace_file(file, json.dumps(asdict(done)), flush=True)
+    return done

@@ -170,14 +170,15 @@ def other_half(one: Prompted) -> float:
     return mean(one.example.lengths[1::2])
 
 
-def laptop_prompts() -> list[Prompted]:
-    """The training prompts of the laptop example and its held-out ones, in one random order."""
+def laptop_prompts(seed: int = SEED) -> list[Prompted]:
+    """The training prompts of the laptop example, which are drawn by a run's seed, and its held-out ones, in one random
+    order."""
     from trainer_svc.counting_task import held_out_prompts, train_prompts
     from trainer_svc.tiny_model import tiny_tokenizer
 
     tokenizer = tiny_tokenizer()
     found = []
-    for prompt in (*train_prompts(SEED), *held_out_prompts()):
+    for prompt in (*train_prompts(seed), *held_out_prompts()):
         token_ids = tuple(tokenizer.encode(prompt.text).ids)
         length = prompt.stop - prompt.start + 1
         found.append(Prompted(Example(prompt.id, 0, token_ids, (length,), (False,)), "counting"))

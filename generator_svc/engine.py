@@ -27,6 +27,8 @@ class GenerationRequest:
     """Lower is admitted first."""
     prefix_token_ids: list[int] = field(default_factory=list)
     """The answer's first tokens, which another engine has drawn; `max_tokens` counts them."""
+    to_the_end: bool = False
+    """It has `max_tokens`, whatever the model would end it with: for measurements."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,7 +122,8 @@ class FakeEngine:
         self._check_alive()
         self._catch_up()
         there = len(request.prefix_token_ids)
-        num_tokens = min(max(there + 1, self._answer_length(request)), request.max_tokens)
+        wanted = request.max_tokens if request.to_the_end else self._answer_length(request)
+        num_tokens = min(max(there + 1, wanted), request.max_tokens)
         # Requests are told apart by what they are, not by their ids: nothing here needs those to differ.
         key = object()
         sequence = SimulatedSequence(key, num_tokens, request.priority, len(request.prompt_token_ids), there)

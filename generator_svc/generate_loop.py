@@ -95,13 +95,14 @@ class GenerateLoop:
         """Samples to draw, as they are assigned."""
         if not self._lease_holds():
             return
-        if not self.num_waiting and not self.num_running:
-            # Work that could move is worth hearing of more often than idle instances are.
-            self._say_now()
+        was_idle, all_taken = not (self._queue.waiting or self._queue.num_running), True
         for sample in samples:
             if self.draining or not self._queue.add(sample):
                 self.answers.given_back(sample.key, sample.dispatch)
-                self._say_now()
+                all_taken = False
+        # Work that could move is worth hearing of more often than an idle instance is.
+        if not all_taken or (was_idle and self._queue.waiting):
+            self._say_now()
         self._changed.set()
 
     def revoke(self, keys: Iterable[SampleKey]) -> None:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from generator_svc import engines
-from generator_svc.profiler import profile_of
+from generator_svc.profiler import Profiler
 from generator_svc.sample import ModelLimits
 from generator_svc.settings import GeneratorSettings
 from generator_svc.weight_fetcher import WeightSource
@@ -25,7 +25,7 @@ _EXIT_FAILED, _EXIT_BAD_INPUT = 1, 2
 async def measure(settings: GeneratorSettings, model_folder: Path) -> dict[str, object]:
     """
     Raises:
-        ValueError: the settings do not fit the model or this machine.
+        ValueError: the settings do not fit the model or this machine, or the engine could not be measured.
         EngineDiedError: the engine did not start, or died.
     """
     engines.check(settings)
@@ -34,11 +34,11 @@ async def measure(settings: GeneratorSettings, model_folder: Path) -> dict[str, 
     engine = engines.make_engine(settings, "generator-0", limits, nowhere)
     try:
         await engine.start_unloaded(model_folder)
-        profile = await profile_of(engine, limits, settings.generator.profile_s)
+        profile = engine.known_profile()
+        if profile is None:
+            profile = await Profiler(engine, limits, settings.generator.profile_s).measure()
     finally:
         await engine.stop()
-    if profile is None:
-        raise ValueError("the engine does not take the requests that it would be measured with; its log says why")
     return {
         "model": settings.model.path,
         "engine": settings.generator.engine,

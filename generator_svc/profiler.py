@@ -24,6 +24,7 @@ _SHORT_PROMPT = 8
 """Tokens; fewer where the model takes very few."""
 _FEWEST_STEPS, _MOST_STEPS = 8, 64
 _LONGEST_CONTEXT = 2048
+_LOOK_S = 0.005
 _NOISE = 0.03
 """Longer contexts must slow a step down by more than this share of it: less is noise."""
 
@@ -102,12 +103,17 @@ class Profiler:
         return int(max(self._short_prompt, min(tokens, longest)))
 
     async def _run(self, batch_size: int, prompt_tokens: int, num_steps: int) -> StepSpeed:
-        """The steps of full batches."""
+        """The steps of full batches; those in which prompts are computed too take longer, and are left out where others
+        follow."""
         self._engine.step_latencies()
-        await self._draw(batch_size, prompt_tokens, num_steps)
-        speeds = self._engine.step_latencies()
+        drawing = asyncio.create_task(self._draw(batch_size, prompt_tokens, num_steps))
+        while not drawing.done() and len(self._engine.progress()) < batch_size:
+            await asyncio.wait({drawing}, timeout=_LOOK_S)
+        with_prompts = self._engine.step_latencies()
+        await drawing
+        speeds = self._engine.step_latencies() or with_prompts
         if not speeds:
-            raise ValueError(f"it says nothing of steps with {batch_size} sequences")
+            raise ValueError(f"the engine says nothing of steps with {batch_size} sequences")
         return max(speeds, key=lambda speed: speed.batch_size)._replace(batch_size=batch_size)
 
     async def _draw(self, batch_size: int, prompt_tokens: int, num_steps: int) -> None:
@@ -126,6 +132,8 @@ class Profiler:
             stop_token_ids=[],
             seed=self._count,
             priority=0,
+            # A trained model may have nothing to say to made-up prompts.
+            to_the_end=True,
         )
 
     def _tokens(self, count: int) -> list[int]:

@@ -33,6 +33,8 @@ Answer = TypeVar("Answer")
 _BACKEND = "streamrl"
 """weight_transfer.BACKEND; that module needs torch, this one is imported without."""
 _DIED = "the inference engine died; its own lines above say why"
+_NEVER_LOADED = "default"
+"""vLLM's name of the weights that it began with."""
 _GRACE_S = 0.5
 """Engine processes have nothing to save, and on CPUs take more than five seconds to take themselves down."""
 _SCORE_PRIORITY = -(2**31)
@@ -119,6 +121,7 @@ class VllmEngine:
             temperature=request.temperature,
             max_tokens=request.max_tokens - len(request.prefix_token_ids),
             stop_token_ids=request.stop_token_ids,
+            ignore_eos=request.to_the_end,
             seed=request.seed,
             logprobs=0,
             flat_logprobs=True,
@@ -144,7 +147,7 @@ class VllmEngine:
         return GenerationResult(
             token_ids=list(answer.token_ids),
             logprobs=list(answer.logprobs.logprobs) if answer.token_ids else [],
-            version_spans=[(int(span.version), span.end - span.start) for span in answer.weight_versions or ()],
+            version_spans=[(_version_of(span.version), span.end - span.start) for span in answer.weight_versions or ()],
             finish_reason="interrupted" if answer.finish_reason == "abort" else answer.finish_reason,
             # vLLM's own clock is the monotonic one.
             started_s=time.time() - (time.monotonic() - output.metrics.scheduled_ts),
@@ -328,3 +331,8 @@ class VllmEngine:
         if self._llm_or_none is None:
             raise EngineDiedError("the inference engine is not running")
         return self._llm_or_none
+
+
+def _version_of(name: str) -> int:
+    """A weight version; -1: weights were never loaded, as in an engine that is only measured."""
+    return -1 if name == _NEVER_LOADED else int(name)

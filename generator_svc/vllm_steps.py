@@ -51,10 +51,12 @@ class StepRecorder(PrometheusStatLogger):  # type: ignore[misc]
             logger.info("%s", interruption)
 
     def _held_after(self, scheduler_stats: Any) -> float:
-        """In the cache's blocks that are in use."""
+        """In the cache's blocks that are in use, the last one of each sequence taken to be half full."""
         if scheduler_stats is None:
             return self._held_tokens
-        return float(scheduler_stats.kv_cache_usage * (self._cache.num_gpu_blocks or 0) * self._cache.block_size)
+        block_size, running = self._cache.block_size, scheduler_stats.num_running_reqs
+        in_blocks = scheduler_stats.kv_cache_usage * (self._cache.num_gpu_blocks or 0) * block_size
+        return max(float(in_blocks - running * (block_size - 1) / 2), 0.0)
 
     def log_engine_initialized(self) -> None:
         pass

@@ -36,7 +36,7 @@ from streamrl.v1.scheduler_pb2 import (
 
 logger = logging.getLogger(__name__)
 
-_LEAST_INTERVAL_S = 0.25
+_LEAST_INTERVAL_S = 0.5
 """Between heartbeats of an instance."""
 _MOST_HEARTBEATS = 250
 """A second, of the whole fleet."""

@@ -61,33 +61,18 @@ class SteadyState:
 def run_emulated(
     nursery: "Nursery", emulation: Emulation, num_iterations: int, assignments: Mapping[str, Any]
 ) -> SteadyState:
-    """Runs it. Several may run beside each other, each from a thread of its own.
+    """The paper's workload. Several may run beside each other, each from a thread of its own.
 
     Args:
         num_iterations: those of the warm-up included.
         assignments: of settings, over those that all runs have.
 
     Raises:
-        ServiceDiedError: a service ended too early; the message has the end of its log.
+        ServiceDiedError: as `run_services`.
     """
-    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        folder = Path(name)
-        settings = with_addresses(_settings(folder, emulation, num_iterations, assignments))
-        run_folder = settings.run.folder
-        run_folder.mkdir(parents=True)
-        broker = stack.enter_context(
-            EmbeddedBroker.start(settings.kafka, data=folder / "kafka", log=_log(run_folder, "broker"))
-        )
-        settings = _with_broker(settings, broker)
-        (run_folder / "settings.json").write_text(settings.model_dump_json(indent=2))
-        emulation.write(run_folder)
-        broker.wait_ready()
-        services = _Services(run_folder, nursery, broker.process.pid)
-        stack.callback(services.end)
-        looks = services.watch()
-        steps = [TrainedStep.model_validate_json(line) for line in (run_folder / STEPS_FILE).read_text().splitlines()]
-        summary = json.loads((run_folder / "summary.json").read_text())
-    return steady_state(steps, looks, summary, emulation.speed)
+    with tempfile.TemporaryDirectory() as name:
+        run = run_services(nursery, emulation, _settings(Path(name), emulation, num_iterations, assignments))
+    return steady_state(run.steps, run.looks, run.summary, emulation.speed)
 
 
 @dataclass(frozen=True)
@@ -97,6 +82,40 @@ class Look:
     time_s: float
     cpu_s: float
     instance_mib: float
+
+
+@dataclass(frozen=True)
+class EmulatedRun:
+    """A run that is over."""
+
+    steps: Sequence[TrainedStep]
+    looks: Sequence[Look]
+    summary: Mapping[str, Any]
+
+
+def run_services(nursery: "Nursery", emulation: Emulation, settings: Settings) -> EmulatedRun:
+    """Runs any workload, with a broker of its own. Several may run beside each other, as `run_emulated`.
+
+    Raises:
+        ServiceDiedError: a service ended too early; the message has the end of its log.
+    """
+    settings = with_addresses(settings)
+    run_folder = settings.run.folder
+    with ExitStack() as stack:
+        run_folder.mkdir(parents=True)
+        broker = stack.enter_context(
+            EmbeddedBroker.start(settings.kafka, data=run_folder / "kafka", log=_log(run_folder, "broker"))
+        )
+        settings = _with_broker(settings, broker)
+        (run_folder / "settings.json").write_text(settings.model_dump_json(indent=2))
+        emulation.write(run_folder)
+        broker.wait_ready()
+        services = _Services(settings, nursery, broker.process.pid)
+        stack.callback(services.end)
+        looks = services.watch()
+        steps = [TrainedStep.model_validate_json(line) for line in (run_folder / STEPS_FILE).read_text().splitlines()]
+        summary = json.loads((run_folder / "summary.json").read_text())
+    return EmulatedRun(steps, looks, summary)
 
 
 def steady_state(
@@ -188,11 +207,12 @@ class Nursery:
 class _Services:
     """The processes of a run; those of devices are emulated."""
 
-    def __init__(self, run_folder: Path, nursery: Nursery, broker_pid: int) -> None:
-        self._run_folder = run_folder
+    def __init__(self, settings: Settings, nursery: Nursery, broker_pid: int) -> None:
+        self._run_folder = settings.run.folder
         self._broker = psutil.Process(broker_pid)
-        names = ["weights", "scheduler", "trainer", *(f"generator-{index}" for index in range(NUM_INSTANCES))]
-        self._processes = {name: nursery.start(run_folder / "settings.json", name) for name in names}
+        instances = (f"generator-{index}" for index in range(settings.generator.num_instances))
+        names = ["weights", "scheduler", "trainer", *instances]
+        self._processes = {name: nursery.start(self._run_folder / "settings.json", name) for name in names}
 
     def watch(self) -> list[Look]:
         """Waits for the end of the trainer, looking at all now and then.

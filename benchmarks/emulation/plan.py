@@ -1,5 +1,6 @@
 """What the emulated services of a run are told, beside their settings: `emulation.json` in the run's folder."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -31,6 +32,8 @@ class Emulation(BaseModel):
     train_token_s: float
     """What training takes for a token of a prompt or an answer: forward passes of the reference, forward and backward
     of the policy."""
+    answer_tokens: dict[str, int] = {}
+    """Tokens of an answer by prompt, as `prompt_key` has it. Empty: as the paper's, up to `longest_answer`."""
     global_barrier: bool = False
     """A version is published only when all samples of the batches that may be under way have come: then all instances
     stand still, and change their weights together."""
@@ -43,6 +46,11 @@ class Emulation(BaseModel):
     def write(self, folder: Path) -> None:
         """Puts it into a run's folder."""
         (folder / _FILE).write_text(self.model_dump_json(indent=2))
+
+
+def prompt_key(token_ids: Sequence[int]) -> str:
+    """A prompt as the name of a JSON field."""
+    return " ".join(map(str, token_ids))
 
 
 class TrainedStep(BaseModel):

@@ -8,20 +8,24 @@ from pathlib import Path
 import pytest
 
 
-def profiled(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+def profiled(folder: Path, *arguments: str, engine: str = "fake") -> "subprocess.CompletedProcess[str]":
     config = folder / "config.toml"
-    config.write_text('[model]\npath = "tiny"\n[generator]\nengine = "fake"\nmax_running = 8\n')
+    config.write_text(
+        f'[model]\npath = "tiny"\n[generator]\nengine = "{engine}"\nmax_running = 8\n'
+    )
     command = [sys.executable, "-m", "streamrl.command.main", "profile", str(config), "--json", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
 
 
 @pytest.mark.slow
-def test_the_profile_is_told_and_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["fake", "vllm"])
+def test_the_profile_is_told_and_written(engine: str, tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
-    ended = profiled(tmp_path, "--out", str(file))
+    ended = profiled(tmp_path, "--out", str(file), engine=engine)
     assert ended.returncode == 0, ended.stderr
     told = json.loads(ended.stdout)
-    assert (told["model"], told["engine"], told["max_running"]) == ("tiny", "fake", 8)
+    assert (told["model"], told["engine"], told["max_running"]) == ("tiny", engine, 8)
+    assert 0 < told["ptl_ms"]["1"] < told["ptl_ms"]["8"]
     assert json.loads(file.read_text()) == told
 
 

@@ -16,12 +16,12 @@ LIMITS = ModelLimits(max_model_len=4096, vocab_size=100)
 
 
 class AnyEngine(FakeEngine):
-    """One whose answers are as long as they may be."""
+    """One whose answers end at once, unless they must not."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(
             cast(Any, SimpleNamespace()), max_running=16, step_ms={1: 2.0, 16: 8.0},
-            answer_length=lambda request: request.max_tokens, **settings,
+            answer_length=lambda _request: 1, **settings,
         )  # fmt: skip
         self._alive, self._weight_version, self._vocabulary = True, 0, 100
         self._instance.stand_until(asyncio.get_running_loop().time())

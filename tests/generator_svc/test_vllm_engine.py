@@ -369,6 +369,8 @@ def test_steps_are_measured_by_batch_size(lab: Lab) -> None:
 
 def test_an_engine_is_measured_by_made_up_requests(lab: Lab) -> None:
     lab.load(0)
+    assert lab.engine.sampling(request(0, to_the_end=True)).ignore_eos
+    assert not lab.engine.sampling(request(0)).ignore_eos
     profile = lab.run(Profiler(lab.engine, ModelLimits(MAX_MODEL_LEN, 133), 2.0).measure())
     assert {1, 16} <= {step.batch_size for step in profile.steps}
     assert all(step.latency_s > 0 for step in profile.steps)

@@ -858,7 +858,7 @@ def test_heartbeats_are_frequent_while_work_could_move_as_far_as_the_fleet_allow
     assert interval_s(scene) == seldom_s
     scene.batch(0)
     scene.advance()
-    assert interval_s(scene) == 0.25
+    assert interval_s(scene) == 0.5
     for index in range(2, 150):
         scene.register(f"generator-{index}")
     assert interval_s(scene) == pytest.approx(150 / 250)
