@@ -8,7 +8,8 @@ balances. Runs of one seed have the same prompts, batch by batch. Round-robin st
 On emulated devices (benchmarks/emulation) each instance and the trainer have one of their own. Services, broker, gRPC
 and the length ranker are real; steps of the engine take as long as those of the laptop's engine alone on a core, passes
 of the trainer as long as its own there, and answers are as long as right ones. Both runs of a seed go on beside each
-other, those of two seeds at once, for an epoch, in which lengths are learned, and half of the next, whose prompts were answered before.
+other, with those of another seed, for an epoch, in which lengths are learned, and half of the next, whose prompts were
+answered before.
 
 With real compute two engines and a trainer share the threads of the machine: what one leaves idle others use, so that
 dispatch can change little. There the two runs of a seed take turns in going first, for half of an epoch.
