@@ -8,8 +8,7 @@ balances. Runs of one seed have the same prompts, batch by batch. Round-robin st
 On emulated devices (benchmarks/emulation) each instance and the trainer have one of their own. Services, broker, gRPC
 and the length ranker are real; steps of the engine take as long as those of the laptop's engine alone on a core, passes
 of the trainer as long as its own there, and answers are as long as right ones. Both runs of a seed go on beside each
-other, with those of another seed, for an epoch, in which lengths are learned, and half of the next, whose prompts were
-answered before.
+other, for an epoch, in which lengths are learned, and half of the next, whose prompts were answered before.
 
 With real compute two engines and a trainer share the threads of the machine: what one leaves idle others use, so that
 dispatch can change little. There the two runs of a seed take turns in going first, for half of an epoch.
@@ -49,7 +48,6 @@ POLICIES: dict[str, dict[str, Any]] = {
     "makespan": {},
     "round_robin": {"scheduler.dispatch": "round_robin", "scheduler.moves": "none"},
 }
-SEEDS_AT_ONCE = 2
 STEP_MS, PREFILL_TOKEN_MS = {1: 4.3, 4: 4.3, 16: 4.6, 64: 11.0}, 0.054
 """By `streamrl profile examples/laptop.toml --set generator.profile_s=10`, medians of three."""
 TRAIN_TOKEN_S = 4e-5
@@ -88,7 +86,7 @@ def measure() -> Result:
     """All runs, as far as they are not kept."""
     emulated: dict[str, list[DispatchRun]] = {policy: [] for policy in POLICIES}
     real: dict[str, list[DispatchRun]] = {policy: [] for policy in POLICIES}
-    with closing(Nursery()) as nursery, ThreadPoolExecutor(SEEDS_AT_ONCE * len(POLICIES)) as threads:
+    with closing(Nursery()) as nursery, ThreadPoolExecutor(len(POLICIES)) as threads:
         beside = [
             (policy, threads.submit(_emulated_run, nursery, policy, seed))
             for seed in range(NUM_SEEDS)

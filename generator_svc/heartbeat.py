@@ -1,8 +1,7 @@
 """The heartbeat stream with the scheduler, which is the instance's lease.
 
 Requests go up at every interval, which each answer may change, and at once when there is something to say; answers come
-down at any time. A stream
-that breaks is opened again, also with a scheduler in another life, while the lease lasts.
+down at any time. A stream that breaks is opened again, also with a scheduler in another life, while the lease lasts.
 """
 
 import asyncio

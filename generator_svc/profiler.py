@@ -107,10 +107,13 @@ class Profiler:
         follow."""
         self._engine.step_latencies()
         drawing = asyncio.create_task(self._draw(batch_size, prompt_tokens, num_steps))
-        while not drawing.done() and len(self._engine.progress()) < batch_size:
-            await asyncio.wait({drawing}, timeout=_LOOK_S)
-        with_prompts = self._engine.step_latencies()
-        await drawing
+        try:
+            while not drawing.done() and len(self._engine.progress()) < batch_size:
+                await asyncio.wait({drawing}, timeout=_LOOK_S)
+            with_prompts = self._engine.step_latencies()
+            await drawing
+        finally:
+            drawing.cancel()
         speeds = self._engine.step_latencies() or with_prompts
         if not speeds:
             raise ValueError(f"the engine says nothing of steps with {batch_size} sequences")

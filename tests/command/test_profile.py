@@ -10,9 +10,7 @@ import pytest
 
 def profiled(folder: Path, *arguments: str, engine: str = "fake") -> "subprocess.CompletedProcess[str]":
     config = folder / "config.toml"
-    config.write_text(
-        f'[model]\npath = "tiny"\n[generator]\nengine = "{engine}"\nmax_running = 8\n'
-    )
+    config.write_text(f'[model]\npath = "tiny"\n[generator]\nengine = "{engine}"\nmax_running = 8\n')
     command = [sys.executable, "-m", "streamrl.command.main", "profile", str(config), "--json", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
 
