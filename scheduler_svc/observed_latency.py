@@ -30,6 +30,10 @@ _FIRST_ERROR = 0.05
 """Of a report, relative: taken to be so, by the weight of one report, until more have come."""
 _MOST_REPORTS = 50
 """Reports that are close in time are wrong in the same way: beyond so many the mean gets no better."""
+_MEMORY_REPORTS = 200
+"""How noisy reports are is a mean over about so many of the last ones."""
+_HOUR_S = 3600.0
+"""Nothing that an engine does for a token takes longer; who says so was wrong."""
 
 
 class ObservedLatency:
@@ -44,10 +48,13 @@ class ObservedLatency:
         """Mean batch size, mean latency and weight of batch sizes 1, 2, 3-4, 5-8, ..."""
         self.held_token_s = self.prefill_token_s = 0.0
         """0: not known."""
-        self._num_reports, self._squares = 1.0, _FIRST_ERROR**2
-        """Reports, and the squares of by how much they were off the mean before, relative."""
+        self._num_reports, self._mean_square = 1, _FIRST_ERROR**2
+        """Reports, and the mean square of by how much their logarithms were off that of the mean before."""
         if measured is not None:
-            self.held_token_s, self.prefill_token_s = measured.held_token_s, measured.prefill_token_s
+            self.held_token_s, self.prefill_token_s = (
+                _sensible(measured.held_token_s),
+                _sensible(measured.prefill_token_s),
+            )
             self.take(
                 StepLatency(
                     batch_size=steps.batch_size,
@@ -61,16 +68,18 @@ class ObservedLatency:
     def take(self, latencies: Iterable[StepLatency]) -> None:
         """Notes what a heartbeat says."""
         for latency in latencies:
-            if latency.batch_size < 1 or latency.num_steps < 1 or not latency.latency_s > 0:
+            alone_s = max(latency.latency_s - self.held_token_s * latency.held_tokens, _LEAST_SHARE * latency.latency_s)
+            if latency.batch_size < 1 or latency.num_steps < 1 or not 0 < alone_s < _HOUR_S:
                 continue
             bucket = (latency.batch_size - 1).bit_length()
             size, seconds, weight = self._buckets.get(bucket, (0.0, 0.0, 0.0))
             total = weight + latency.num_steps
             share = latency.num_steps / total
-            alone_s = max(latency.latency_s - self.held_token_s * latency.held_tokens, _LEAST_SHARE * latency.latency_s)
             if weight:
-                self._num_reports += 1
-                self._squares += (alone_s / seconds - 1) ** 2
+                # Logarithms, and forgotten again: an engine that stood still for a minute once is not noisy for ever.
+                self._num_reports = min(self._num_reports + 1, _MEMORY_REPORTS)
+                square = (math.log(alone_s) - math.log(seconds)) ** 2
+                self._mean_square += (square - self._mean_square) / self._num_reports
             self._buckets[bucket] = (
                 size + share * (latency.batch_size - size),
                 seconds + share * (alone_s - seconds),
@@ -80,7 +89,7 @@ class ObservedLatency:
     @property
     def error(self) -> float:
         """Standard error of the latencies, relative."""
-        return math.sqrt(self._squares / self._num_reports / min(self._num_reports, _MOST_REPORTS))
+        return math.sqrt(self._mean_square / min(self._num_reports, _MOST_REPORTS))
 
     def token_latency(self) -> TokenLatency | None:
         """By batch size; None: nothing was observed. A larger batch is never taken to be faster: where it seems to be,
@@ -90,6 +99,11 @@ class ObservedLatency:
             return None
         sizes, seconds, weights = zip(*observed, strict=True)
         return TokenLatency(dict(zip(map(round, sizes), rising(seconds, weights), strict=True)))
+
+
+def _sensible(token_s: float) -> float:
+    """What a token is said to take; 0, not known, for what makes no sense."""
+    return token_s if 0 <= token_s < _HOUR_S else 0.0
 
 
 def rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:

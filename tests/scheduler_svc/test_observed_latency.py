@@ -1,5 +1,7 @@
 """Profiles from heartbeats."""
 
+from math import inf, nan
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -81,7 +83,24 @@ def test_instances_are_unlike_only_where_that_is_more_than_noise() -> None:
 def test_figures_that_make_no_sense_are_passed_over() -> None:
     observed = ObservedLatency()
     observed.take(beat((0, 0.3, 10), (8, -1.0, 10), (8, 0.2, 0)).step_latencies)
+    observed.take(beat((8, inf, 10), (8, nan, 10), (8, 1e200, 10)).step_latencies)
+    observed.take([StepLatency(batch_size=8, latency_s=0.2, num_steps=10, held_tokens=nan)])
     assert observed.token_latency() is None
+    step = StepLatency(batch_size=8, latency_s=0.2, num_steps=1, held_tokens=10)
+    for held, prefill in ((nan, -1.0), (inf, nan), (-1.0, inf)):
+        measured = ObservedLatency(EngineProfile(steps=[step], held_token_s=held, prefill_token_s=prefill))
+        latency = measured.token_latency()
+        assert latency is not None
+        assert (latency(8), measured.held_token_s, measured.prefill_token_s) == (pytest.approx(0.2), 0.0, 0.0)
+
+
+def test_an_engine_that_stood_still_once_is_not_noisy_for_ever() -> None:
+    stopped = life("a", *20 * [(8, 0.1, 20)])
+    stopped.latency.take(beat((8, 12.0, 20)).step_latencies)
+    for _ in range(500):
+        stopped.latency.take(beat((8, 0.1, 20)).step_latencies)
+    profiles = fleet_profiles([stopped, life("b", *20 * [(8, 0.2, 20)])])
+    assert profiles["a"] is not profiles["b"]
 
 
 def test_instances_that_are_about_equally_fast_share_a_profile() -> None:
