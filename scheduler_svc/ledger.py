@@ -36,8 +36,8 @@ from streamrl.v1.scheduler_pb2 import (
 
 logger = logging.getLogger(__name__)
 
-_LEAST_INTERVAL_S = 0.5
-"""Between heartbeats of an instance."""
+LEAST_INTERVAL_S = 0.5
+"""Between heartbeats of an instance while there is work."""
 _MOST_HEARTBEATS = 250
 """A second, of the whole fleet."""
 
@@ -202,12 +202,11 @@ class Ledger:
 
     def heartbeat_interval_s(self) -> float:
         """How often instances should be heard of: seldom enough for the lease, but while there is work that could move
-        as often as this process has time for."""
-        seldom_s = self.settings.scheduler.heartbeat_interval_s
-        lives = self.registry.lives()
-        if self.settings.scheduler.moves == "none" or len(lives) < 2 or not any(life.samples for life in lives):
+        as often as this process has time for. Every answer asks: it takes as long however large the fleet is."""
+        seldom_s, num_lives = self.settings.scheduler.heartbeat_interval_s, self.registry.num_known
+        if self.settings.scheduler.moves == "none" or num_lives < 2 or not self.samples.any_assigned:
             return seldom_s
-        return min(seldom_s, max(_LEAST_INTERVAL_S, len(lives) / _MOST_HEARTBEATS))
+        return min(seldom_s, max(LEAST_INTERVAL_S, num_lives / _MOST_HEARTBEATS))
 
     def _take_back(self, life: Life, given_back: GivenBack) -> None:
         key = SampleKey.from_proto(given_back.id)

@@ -157,6 +157,11 @@ class SampleBook:
 
     # Ownership.
 
+    @property
+    def any_assigned(self) -> bool:
+        """Whether any instance has a sample."""
+        return any(batch.counts[SampleState.ASSIGNED] for batch in self.batches.values())
+
     def assign(self, sample: Sample, life: Life, expected_tokens: int) -> None:
         """Gives an unassigned sample to an instance."""
         assert sample.state is SampleState.UNASSIGNED, f"sample {sample.key} is {sample.state.name}"

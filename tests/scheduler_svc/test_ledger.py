@@ -871,6 +871,14 @@ def test_heartbeats_are_frequent_while_work_could_move_as_far_as_the_fleet_allow
     assert interval_s(still) == seldom_s
 
 
+def test_an_answer_looks_at_one_instance_however_large_the_fleet_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(num_instances=2).ready("generator-0", "generator-1")
+    scene.batch(0)
+    scene.advance()
+    monkeypatch.setattr(scene.ledger.registry, "lives", None)
+    assert scene.ledger.answer("generator-0", scene.incarnations["generator-0"]).lease_granted
+
+
 def test_what_waits_for_a_place_is_asked_for_when_another_instance_has_places() -> None:
     scene = _crowded_and_idle()
     assert scene.advance() == []

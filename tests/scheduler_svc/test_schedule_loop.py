@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from scheduler_svc import dispatcher
+from scheduler_svc import dispatcher, schedule_loop
 from scheduler_svc.ledger import Ledger
 from scheduler_svc.schedule_loop import ScheduleLoop
-from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.settings import SchedulerSection, SchedulerSettings
 from streamrl.identity import PURPOSE_TRAIN, SampleKey
 from streamrl.kafka.reader import Record
 from streamrl.kafka.topics import Topics
@@ -48,8 +48,12 @@ class KeepingProducer:
 class Stage:
     """A loop with two instances and a batch of one-sample groups."""
 
-    def __init__(self, num_groups: int) -> None:
-        settings = SchedulerSettings(run=RunSection(id="run"), generator=SamplingView(num_instances=2))
+    def __init__(self, num_groups: int, lease_s: float = 10.0) -> None:
+        settings = SchedulerSettings(
+            run=RunSection(id="run"),
+            generator=SamplingView(num_instances=2),
+            scheduler=SchedulerSection(lease_s=lease_s),
+        )
         self.ledger = Ledger(settings, incarnation=1, started_at=-1e9)
         self.producer = KeepingProducer()
         self.loop = ScheduleLoop(self.ledger, cast(Any, self.producer), Topics("run"))
@@ -195,3 +199,29 @@ def test_a_batch_of_many_prompts_comes_through_whole() -> None:
     shares = [stage.producer.samples_at(incarnation) for incarnation in stage.incarnations.values()]
     assert sorted(shares[0] + shares[1]) == list(range(1203))
     assert all(shares)
+
+
+def test_work_that_comes_after_a_while_without_any_is_looked_at_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule_loop, "LEAST_INTERVAL_S", 0.01)
+    stage = Stage(num_groups=32, lease_s=6000.0)
+    looks: list[bool] = []
+    picture = stage.ledger.picture
+
+    def take_picture(now: float) -> Any:
+        taken = picture(now)
+        looks.append(taken is not None)
+        return taken
+
+    monkeypatch.setattr(stage.ledger, "picture", take_picture)
+
+    async def scene() -> None:
+        watching = asyncio.create_task(stage.loop.watch_progress())
+        stage.loop.wake()
+        await stage.until(lambda: bool(looks))
+        stage.write_batch()
+        await stage.all_is_given_out()
+        while not looks[-1]:
+            await stage.round()
+        watching.cancel()
+
+    stage.play(scene())
