@@ -1,5 +1,5 @@
 """Fetches one weight version from weights_svc into host memory, every tensor checked against its digest. Where the
-version has adapters alone, what they are added to comes first, unless it is kept.
+version has adapters alone, what they are added to comes after them, unless it is kept.
 
 A broken stream goes on from the last chunk that arrived whole; a tensor that arrived damaged is fetched again; a source
 that the service points to and that does not answer is left for another. This is the blocking half, for a thread of its
@@ -135,9 +135,14 @@ class WeightFetch:
         try:
             if version_digest(self._manifest.tensors, self._manifest.adapter) != self._manifest.digest:
                 raise WeightTransferError(f"the manifest of version {version} does not agree with its own digest")
-            if self._manifest.HasField("adapter"):
-                self._have_adapted()
             buffer = self._whole_buffer()
+            try:
+                # Afterwards, for it may take long: adapters are retired soon, what they are added to is not.
+                if self._manifest.HasField("adapter"):
+                    self._have_adapted()
+            except BaseException:
+                buffer.close()
+                raise
         except BaseException:
             if self._adapted is not None:
                 self._adapted.close()

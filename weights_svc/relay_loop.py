@@ -231,7 +231,7 @@ class RelayLoop:
         return transfer, task
 
     async def _bring_base(self, adapter: Adapter) -> None:
-        """Returns when what adapters are added to is here, whole.
+        """Returns when what adapters are added to is here, whole, and marked so that it stays.
 
         Raises:
             RefusedError: the upstream does not hold it.
@@ -239,7 +239,7 @@ class RelayLoop:
         """
         version = adapter.base_weight_version
         held = self._store.versions.get(version)
-        if held is not None and held.manifest.digest == adapter.base_digest:
+        if held is not None and held.manifest.digest == adapter.base_digest and held.manifest.is_base:
             return
         _transfer, task = self._begin(version)
         # Receivers may wait for it as well.

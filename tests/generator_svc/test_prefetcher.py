@@ -213,4 +213,23 @@ def test_closing_ends_what_is_on_its_way_for_adapters(published: Any) -> None:
             await waiting
 
     asyncio.run(main())
-    assert published.num_fetches() == {0: 1}
+    assert published.num_fetches() == {1: 1}
+
+
+def test_adapters_may_be_retired_while_what_they_are_added_to_comes(published: Any) -> None:
+    manifest = adapters(published, 1, published.publish(0, BASE, is_base=True))
+
+    class Fetched(list[int]):
+        def append(self, weight_version: int) -> None:
+            super().append(weight_version)
+            if weight_version == 0:
+                published.forget(1)
+
+    published.fetched = Fetched()
+
+    async def main() -> None:
+        prefetcher = prefetcher_of(published)
+        assert_makes(await prefetcher.take(manifest), 1)
+        prefetcher.close()
+
+    asyncio.run(main())

@@ -120,6 +120,22 @@ def test_what_adapters_are_added_to_comes_once_and_before_them(origin, start_rel
     assert relay.fetch_all(0, base) == weights(0, 10_000)
 
 
+def test_a_version_that_is_here_already_stays_when_it_becomes_what_adapters_are_added_to(origin, start_relay):
+    base = publish(origin, 0, weights(0, 10_000))
+    relay = start_relay(keep_versions=2)
+    wait_until(lambda: relay.versions() == [0])
+    publish(origin, 1, weights(1))
+    wait_until(lambda: relay.versions() == [0, 1])
+    origin.rewind(1, attempt=2)
+    assert origin.publish(0, weights(0, 10_000), attempt=2, files=FILES, is_base=True) == base
+    adapter = Adapter(base_weight_version=0, base_digest=base, scaling=2.0)
+    for version in range(1, 5):
+        origin.publish(version, weights(version), attempt=2, files=FILES, adapter=adapter)
+        wait_until(lambda version=version: _acknowledged(origin).get("weights_svc@west") == version)
+    relay.wait_for_versions([0, 3, 4])
+    assert origin.list_versions().bytes_sent < 2 * sum(map(len, weights(0, 10_000)))
+
+
 def test_an_anchor_comes_whole(origin, start_relay, tmp_path):
     second = RunningService(tmp_path / "second", anchor_every=2)
     try:
