@@ -194,7 +194,10 @@ class Publisher:
         for info, (_name, tensor) in zip(infos, snapshot.tensors, strict=True):
             info.digest = bytes_digest(_tensor_data(tensor))
         digest = version_digest(infos)
-        held = self._held(snapshot.weight_version)
+        try:
+            held = self._held(snapshot.weight_version)
+        except UnavailableError:
+            held = None  # `publish` is patient
         if held is not None and held.is_base and held.digest == digest:
             self.base_digest = digest
             return
@@ -203,17 +206,31 @@ class Publisher:
                 "the weights that adapters learn beside are not those that the run began with: model.path has other "
                 "files now"
             )
+        elif self.base_digest:
+            logger.warning("%s does not hold what adapters are added to now: it is published again", self._peer)
         self.publish(snapshot)
 
-    def _held(self, weight_version: int) -> VersionManifest | None:
-        """The version as weights_svc holds it; None: it does not, or does not answer (`publish` is patient)."""
+    def holds_base(self, weight_version: int) -> bool:
+        """Whether weights_svc holds the base that it was given as this version, as far as it says: not when it has lost
+        it meanwhile, as with its disk."""
+        if not self.base_digest:
+            return False
         try:
-            with peer_errors(self._peer):
-                held = WeightsServiceStub(self._channel).ListVersions(
-                    ListVersionsRequest(run_id=self._run_id), timeout=self._deadline_s
-                )
+            held = self._held(weight_version)
         except UnavailableError:
-            return None
+            return True
+        return held is not None and held.digest == self.base_digest
+
+    def _held(self, weight_version: int) -> VersionManifest | None:
+        """The version as weights_svc holds it; None: it does not.
+
+        Raises:
+            UnavailableError: it does not answer.
+        """
+        with peer_errors(self._peer):
+            held = WeightsServiceStub(self._channel).ListVersions(
+                ListVersionsRequest(run_id=self._run_id), timeout=self._deadline_s
+            )
         return next((manifest for manifest in held.versions if manifest.weight_version == weight_version), None)
 
     def rewind(self, weight_version: int) -> set[int]:

@@ -57,14 +57,14 @@ class AdapterVersions:
         self._scaling = scaling
 
     def take(self, weight_version: int, files: Sequence[ModelFile], canaries: Sequence[Canary]) -> Snapshot:
-        """As `Snapshots.take`. The first of an attempt sees to it that weights_svc holds the base.
+        """As `Snapshots.take`. It sees to it that weights_svc holds the base: also when that has lost it meanwhile.
 
         Raises:
             PublishError: it cannot be published.
         """
         if weight_version == _BASE_VERSION:
             return Snapshot(_BASE_VERSION, self._source.weights("frozen"), files, canaries, is_base=True)
-        if not self._publisher.base_digest:
+        if not self._publisher.holds_base(_BASE_VERSION):
             base = Snapshot(_BASE_VERSION, self._source.weights("frozen"), files, is_base=True)
             self._publisher.provide_base(base)
         adapter = Adapter(

@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from streamrl.v1.weights_pb2 import (
 from streamrl.v1.weights_pb2_grpc import WeightsServiceStub
 from tests.weights_svc.running_service import DEADLINE_S, RUN_ID, free_address
 from trainer_svc.publisher import Publisher, Snapshot
+from trainer_svc.snapshots import AdapterVersions
 
 DTYPES = [
     torch.bool,
@@ -250,6 +252,29 @@ def test_a_base_is_published_once_over_attempts(weights, publisher, caplog):
     assert "model.path has other files now" in caplog.text
     assert held_versions(weights)[0].digest == third.base_digest != publication.digest
     third.close()
+
+
+def test_a_base_that_was_lost_is_published_again_before_adapters_are(weights, publisher, caplog):
+    class Source:
+        def weights(self, form: str = "merged") -> list[tuple[str, torch.Tensor]]:
+            return [(form, torch.ones(1))]
+
+    versions = AdapterVersions(Source(), publisher, 2.0)
+    for version in (0, 1):
+        publisher.publish(versions.take(version, (), ()))
+    [path] = weights.folder.glob("version-00000000-*.safetensors")
+    weights.kill()
+    assert publisher.holds_base(0)
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    weights.start()
+    while [manifest.weight_version for manifest in held_versions(weights)] != [1]:
+        time.sleep(0.01)
+    assert not publisher.holds_base(0)
+    with caplog.at_level(logging.WARNING):
+        publisher.publish(versions.take(2, (), ()))
+    assert "does not hold what adapters are added to" in caplog.text
+    assert [manifest.weight_version for manifest in held_versions(weights)] == [0, 1, 2]
+    assert publisher.holds_base(0)
 
 
 def test_a_process_of_an_earlier_attempt_is_refused(weights, publisher):
