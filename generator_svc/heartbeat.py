@@ -157,7 +157,8 @@ class Heartbeat:
         began = time.monotonic()
         while not self._something_to_say:
             self._look_up.clear()
-            due = began + self._interval_s
+            # An interval that has become shorter may be over already, which is no delay.
+            due = max(began + self._interval_s, time.monotonic())
             try:
                 async with asyncio.timeout(due - time.monotonic()):
                     await self._look_up.wait()

@@ -21,7 +21,14 @@ from generator_svc.version_assembly import VersionAssembly
 from generator_svc.version_buffer import VersionBuffer
 from streamrl.adapters import why_unfit
 from streamrl.digest import version_digest
-from streamrl.errors import FabricError, RefusedError, StreamRLError, UnavailableError, WeightTransferError
+from streamrl.errors import (
+    FabricError,
+    RefusedError,
+    StaleAttemptError,
+    StreamRLError,
+    UnavailableError,
+    WeightTransferError,
+)
 from streamrl.rpc.channel import open_channel
 from streamrl.rpc.chunks import FetchedChunk, decode_fetch_response
 from streamrl.rpc.errors import peer_errors
@@ -166,18 +173,21 @@ class WeightFetch:
             raise WeightTransferError(f"version {self._manifest.weight_version} cannot be made: {reason}")
 
     def _adapted_manifest(self) -> VersionManifest:
+        """Of what the adapters are added to.
+
+        Raises:
+            WeightTransferError: cancelled, or it was not to be had for `patience_s`.
+        """
         adapter, patience = self._manifest.adapter, _Patience(self._source.patience_s, self._cancelled)
         request = self._request(adapter.base_weight_version)
         while True:
             try:
                 return self._ask(request, adapter.base_digest).manifest
-            except UnavailableError as error:
+            except StaleAttemptError as error:
+                raise WeightTransferError(str(error)) from error
+            except (UnavailableError, RefusedError) as error:
+                # One that has lost it is given it again by the trainer.
                 patience.wait_after(error)
-            except RefusedError as error:
-                raise WeightTransferError(
-                    f"version {self._manifest.weight_version} has adapters for version {adapter.base_weight_version}, "
-                    f"which cannot be fetched: {error}"
-                ) from error
 
     def _whole_buffer(self) -> VersionBuffer:
         """The version itself."""

@@ -7,7 +7,7 @@ that nobody changes any more. Their data is digested while it is sent, and never
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -123,6 +123,14 @@ class Publisher:
         self._outcomes = _Outcomes()
         self.base_digest = ""
         """Of the base that weights_svc holds, as far as is known here; empty: none is."""
+        self.make_base: Callable[[], Snapshot] | None = None
+        """Makes the base once more, for a weights_svc that has lost it; on the thread that this publisher is for."""
+        self._changed = threading.Condition()
+        """Of the two below."""
+        self._waits_for_base = False
+        """Whether what is sent in the background waits until weights_svc holds its base again."""
+        self._sent = True
+        """Whether nothing is sent in the background."""
 
     def publish(self, snapshot: Snapshot) -> Publication:
         """Publishes a version and waits until it is announced.
@@ -150,6 +158,7 @@ class Publisher:
             PublishError: an earlier version could not be published.
         """
         self.wait()
+        self._sent = False
         self._thread = threading.Thread(
             target=self._publish_in_background,
             args=(snapshot,),
@@ -164,16 +173,24 @@ class Publisher:
         Raises:
             PublishError: a version could not be published.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        while self._thread is not None:
+            with self._changed:
+                self._changed.wait_for(lambda: self._sent or self._waits_for_base)
+            if self._sent:
+                self._thread.join()
+                self._thread = None
+            self.check()
         self.check()
 
     def check(self) -> None:
-        """
+        """Gives weights_svc the base once more if it has lost it, as with its disk. Call it now and then.
+
         Raises:
             PublishError: a version could not be published.
         """
+        if self._waits_for_base and self.make_base is not None:
+            self.provide_base(self.make_base())
+            self._go_on()
         if self._outcomes.error is not None:
             raise self._outcomes.error
 
@@ -206,20 +223,7 @@ class Publisher:
                 "the weights that adapters learn beside are not those that the run began with: model.path has other "
                 "files now"
             )
-        elif self.base_digest:
-            logger.warning("%s does not hold what adapters are added to now: it is published again", self._peer)
         self.publish(snapshot)
-
-    def holds_base(self, weight_version: int) -> bool:
-        """Whether weights_svc holds the base that it was given as this version, as far as it says: not when it has lost
-        it meanwhile, as with its disk."""
-        if not self.base_digest:
-            return False
-        try:
-            held = self._held(weight_version)
-        except UnavailableError:
-            return True
-        return held is not None and held.digest == self.base_digest
 
     def _held(self, weight_version: int) -> VersionManifest | None:
         """The version as weights_svc holds it; None: it does not.
@@ -265,6 +269,7 @@ class Publisher:
     def close(self) -> None:
         """Gives up what is still unsent: `wait` first to keep it."""
         self._closed.set()
+        self._go_on()
         self._channel.close()
         if self._thread is not None:
             self._thread.join()
@@ -280,6 +285,10 @@ class Publisher:
         except Exception as error:  # a thread's outermost edge: the trainer must learn why it ended
             logger.exception("version=%d", snapshot.weight_version)
             self._outcomes.error = PublishError(f"version {snapshot.weight_version} cannot be published: {error}")
+        finally:
+            with self._changed:
+                self._sent = True
+                self._changed.notify_all()
 
     def _publish_patiently(self, snapshot: Snapshot, infos: Sequence[TensorInfo]) -> str:
         """The digest of the version, once it is announced."""
@@ -295,10 +304,41 @@ class Publisher:
                     raise PublishError(f"version {snapshot.weight_version} cannot be published: {error}") from error
                 logger.warning("version=%d is not published yet, trying again: %s", snapshot.weight_version, error)
             except RefusedError as error:
-                raise PublishError(f"version {snapshot.weight_version} cannot be published: {error}") from error
+                if not self._base_is_lost(snapshot):
+                    raise PublishError(f"version {snapshot.weight_version} cannot be published: {error}") from error
+                self._have_base_again()
+                continue
             if self._closed.wait(wait_s):
                 raise PublishError(f"version {snapshot.weight_version} was not published: the publisher was closed")
             wait_s = min(2 * wait_s, _LONGEST_RETRY_WAIT_S)
+
+    def _base_is_lost(self, snapshot: Snapshot) -> bool:
+        """Whether weights_svc has lost what a snapshot's adapters are added to, and it can be made once more."""
+        adapter = snapshot.adapter
+        if adapter is None or self.make_base is None or self._closed.is_set():
+            return False
+        try:
+            held = self._held(adapter.base_weight_version)
+        except UnavailableError:
+            return True  # whoever provides it asks once more
+        return held is None or held.digest != adapter.base_digest
+
+    def _have_base_again(self) -> None:
+        """Returns when it is there again, or this is closed."""
+        logger.warning("%s has lost what adapters are added to: it is published again", self._peer)
+        if threading.current_thread() is not self._thread:
+            assert self.make_base is not None
+            self.provide_base(self.make_base())
+            return
+        with self._changed:
+            self._waits_for_base = not self._closed.is_set()
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._waits_for_base)
+
+    def _go_on(self) -> None:
+        with self._changed:
+            self._waits_for_base = False
+            self._changed.notify_all()
 
     def _stream(self, snapshot: Snapshot, infos: Sequence[TensorInfo]) -> str:
         # Requests come serialised: chunks are encoded with one copy.

@@ -55,19 +55,22 @@ class AdapterVersions:
         self._source = source
         self._publisher = publisher
         self._scaling = scaling
+        publisher.make_base = self._base
 
     def take(self, weight_version: int, files: Sequence[ModelFile], canaries: Sequence[Canary]) -> Snapshot:
-        """As `Snapshots.take`. It sees to it that weights_svc holds the base: also when that has lost it meanwhile.
+        """As `Snapshots.take`. The first of an attempt sees to it that weights_svc holds the base.
 
         Raises:
             PublishError: it cannot be published.
         """
         if weight_version == _BASE_VERSION:
-            return Snapshot(_BASE_VERSION, self._source.weights("frozen"), files, canaries, is_base=True)
-        if not self._publisher.holds_base(_BASE_VERSION):
-            base = Snapshot(_BASE_VERSION, self._source.weights("frozen"), files, is_base=True)
-            self._publisher.provide_base(base)
+            return self._base(files, canaries)
+        if not self._publisher.base_digest:
+            self._publisher.provide_base(self._base(files))
         adapter = Adapter(
             base_weight_version=_BASE_VERSION, base_digest=self._publisher.base_digest, scaling=self._scaling
         )
         return Snapshot(weight_version, self._source.weights("adapters"), files, canaries, adapter)
+
+    def _base(self, files: Sequence[ModelFile] = (), canaries: Sequence[Canary] = ()) -> Snapshot:
+        return Snapshot(_BASE_VERSION, self._source.weights("frozen"), files, canaries, is_base=True)

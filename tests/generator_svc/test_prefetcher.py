@@ -17,9 +17,8 @@ FIRST, SECOND = {"a": torch.zeros(100)}, {"a": torch.ones(100)}
 
 
 def prefetcher_of(published: Any, **source: Any) -> Prefetcher:
-    return Prefetcher(
-        WeightSource(published.address, "run", attempt=1, receiver="g", site="a", patience_s=5.0, **source)
-    )
+    source = {"patience_s": 5.0, **source}
+    return Prefetcher(WeightSource(published.address, "run", attempt=1, receiver="g", site="a", **source))
 
 
 def only_tensor(fetched: FetchedVersion) -> torch.Tensor:
@@ -190,10 +189,10 @@ def test_adapters_that_cannot_be_added_are_no_version(published: Any) -> None:
     assert other_base.digest != other.digest
 
     async def main() -> None:
-        prefetcher = prefetcher_of(published)
+        prefetcher = prefetcher_of(published, patience_s=0.1)
         with pytest.raises(WeightTransferError, match=r"version 1 cannot be made: a of shape \[10, 6\] has an adapter"):
             await prefetcher.take(unfit)
-        with pytest.raises(WeightTransferError, match="version 2 has adapters for version 7, which cannot be fetched"):
+        with pytest.raises(WeightTransferError, match=f"it holds digest {other_base.digest} instead of"):
             await prefetcher.take(gone)
         prefetcher.close()
 
@@ -214,6 +213,24 @@ def test_closing_ends_what_is_on_its_way_for_adapters(published: Any) -> None:
 
     asyncio.run(main())
     assert published.num_fetches() == {1: 1}
+
+
+def test_what_adapters_are_added_to_is_waited_for(published: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    base = published.publish(0, BASE, is_base=True)
+    manifest = adapters(published, 1, base)
+    published.forget(0)
+
+    async def main() -> None:
+        prefetcher = prefetcher_of(published)
+        waiting = asyncio.create_task(prefetcher.take(manifest))
+        while not waiting.done() and "version 0 is not held" not in caplog.text:  # noqa: ASYNC110  (what it looks at has no events)
+            await asyncio.sleep(0.01)
+        published.publish(0, BASE, is_base=True)
+        assert_makes(await waiting, 1)
+        prefetcher.close()
+
+    asyncio.run(main())
 
 
 def test_adapters_may_be_retired_while_what_they_are_added_to_comes(published: Any) -> None:

@@ -4,7 +4,6 @@ import json
 import logging
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -254,27 +253,46 @@ def test_a_base_is_published_once_over_attempts(weights, publisher, caplog):
     third.close()
 
 
-def test_a_base_that_was_lost_is_published_again_before_adapters_are(weights, publisher, caplog):
+@pytest.mark.parametrize("noticed_by", ["wait", "check"])
+def test_a_base_that_was_lost_is_published_again(weights, publisher, caplog, noticed_by):
+    made_by: list[threading.Thread] = []
+
     class Source:
         def weights(self, form: str = "merged") -> list[tuple[str, torch.Tensor]]:
+            made_by.append(threading.current_thread())
             return [(form, torch.ones(1))]
 
     versions = AdapterVersions(Source(), publisher, 2.0)
     for version in (0, 1):
-        publisher.publish(versions.take(version, (), ()))
+        publisher.submit(versions.take(version, (), ()))
+        publisher.wait()
     [path] = weights.folder.glob("version-00000000-*.safetensors")
     weights.kill()
-    assert publisher.holds_base(0)
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     weights.start()
-    while [manifest.weight_version for manifest in held_versions(weights)] != [1]:
-        time.sleep(0.01)
-    assert not publisher.holds_base(0)
     with caplog.at_level(logging.WARNING):
-        publisher.publish(versions.take(2, (), ()))
-    assert "does not hold what adapters are added to" in caplog.text
-    assert [manifest.weight_version for manifest in held_versions(weights)] == [0, 1, 2]
-    assert publisher.holds_base(0)
+        publisher.submit(versions.take(2, (), ()))
+        while noticed_by == "check" and [held.weight_version for held in held_versions(weights)] != [0, 1, 2]:
+            publisher.check()
+        publisher.wait()
+    assert "has lost what adapters are added to" in caplog.text
+    assert [(held.weight_version, held.is_base) for held in held_versions(weights)] == [
+        (0, True),
+        (1, False),
+        (2, False),
+    ]
+    assert set(made_by) == {threading.main_thread()}
+
+
+def test_closing_gives_up_what_waits_for_its_base(weights, publisher):
+    publisher.make_base = lambda: snapshot(0, is_base=True)
+    lost = Adapter(base_weight_version=0, base_digest="lost", scaling=2.0)
+    publisher.submit(snapshot(1, adapter=lost))
+    with publisher._changed:
+        publisher._changed.wait_for(lambda: publisher._waits_for_base)
+    publisher.close()
+    with pytest.raises(PublishError):
+        publisher.check()
 
 
 def test_a_process_of_an_earlier_attempt_is_refused(weights, publisher):

@@ -26,9 +26,6 @@ class Service:
         self.base_digest = ""
         self.provided: list[Snapshot] = []
 
-    def holds_base(self, weight_version: int) -> bool:
-        return weight_version == 0 and bool(self.base_digest)
-
     def provide_base(self, snapshot: Snapshot) -> None:
         self.provided.append(snapshot)
         self.base_digest = "base"
