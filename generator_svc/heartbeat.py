@@ -158,8 +158,11 @@ class Heartbeat:
         while not self._something_to_say:
             self._look_up.clear()
             due = began + self._interval_s
+            left_s = due - time.monotonic()
+            if left_s <= 0:
+                return
             try:
-                async with asyncio.timeout(due - time.monotonic()):
+                async with asyncio.timeout(left_s):
                     await self._look_up.wait()
             except TimeoutError:
                 self.event_loop_lag_s = max(time.monotonic() - due, 0.0)

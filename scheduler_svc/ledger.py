@@ -204,8 +204,8 @@ class Ledger:
         """How often instances should be heard of: seldom enough for the lease, but while there is work that could move
         as often as this process has time for."""
         seldom_s = self.settings.scheduler.heartbeat_interval_s
-        lives = self.registry.lives()
-        if self.settings.scheduler.moves == "none" or len(lives) < 2 or not any(life.samples for life in lives):
+        lives = [life for life in self.registry.lives() if life.runs() and not life.draining]
+        if self._nothing_moves() or len(lives) < 2 or not any(life.samples for life in lives):
             return seldom_s
         return min(seldom_s, max(_LEAST_INTERVAL_S, len(lives) / _MOST_HEARTBEATS))
 
@@ -397,13 +397,16 @@ class Ledger:
 
     def picture(self, now: float) -> Picture | None:
         """How the fleet stands, for a look at what should move; None: nothing could."""
-        if self.settings.scheduler.moves == "none" or self.phase == FLEET_PHASE_TRAIN:
+        if self._nothing_moves():
             return None
         lives = [life for life in self.registry.lives() if life.takes_work(now)]
         if len(lives) < 2 or not any(life.samples for life in lives):
             return None
         in_flight = self.settings.weights.swap == "in_flight"
         return Picture(lives, move_running=self.settings.scheduler.moves == "running", over_versions=in_flight)
+
+    def _nothing_moves(self) -> bool:
+        return self.settings.scheduler.moves == "none" or self.phase == FLEET_PHASE_TRAIN
 
     def ask_for_moves(self, wishes: Iterable[Wish], now: float) -> int:
         """Asks for what a look has found, as far as it is still so.

@@ -30,6 +30,10 @@ _FIRST_ERROR = 0.05
 """Of a report, relative: taken to be so, by the weight of one report, until more have come."""
 _MOST_REPORTS = 50
 """Reports that are close in time are wrong in the same way: beyond so many the mean gets no better."""
+_REPORTS_MEMORY = 0.99
+"""How far a report was off loses weight with each later one."""
+_LARGEST_ERROR = 0.5
+"""Of a report: one that is further off, a step that stood still for a moment, says no more."""
 
 
 class ObservedLatency:
@@ -45,7 +49,7 @@ class ObservedLatency:
         self.held_token_s = self.prefill_token_s = 0.0
         """0: not known."""
         self._num_reports, self._squares = 1.0, _FIRST_ERROR**2
-        """Reports, and the squares of by how much they were off the mean before, relative."""
+        """Reports, and the squares of by how much their logarithms were off that of the mean before."""
         if measured is not None:
             self.held_token_s, self.prefill_token_s = measured.held_token_s, measured.prefill_token_s
             self.take(
@@ -69,8 +73,9 @@ class ObservedLatency:
             share = latency.num_steps / total
             alone_s = max(latency.latency_s - self.held_token_s * latency.held_tokens, _LEAST_SHARE * latency.latency_s)
             if weight:
-                self._num_reports += 1
-                self._squares += (alone_s / seconds - 1) ** 2
+                off = min(abs(math.log(alone_s / seconds)), _LARGEST_ERROR)
+                self._num_reports = _REPORTS_MEMORY * self._num_reports + 1
+                self._squares = _REPORTS_MEMORY * self._squares + off**2
             self._buckets[bucket] = (
                 size + share * (latency.batch_size - size),
                 seconds + share * (alone_s - seconds),

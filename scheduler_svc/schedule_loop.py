@@ -116,13 +116,14 @@ class ScheduleLoop:
             self._may_look.clear()
             started = time.monotonic()
             picture = self._ledger.picture(started)
-            if picture is not None:
-                for _ in picture.parts():
-                    await asyncio.sleep(0)
-                wishes = await asyncio.to_thread(picture.look)
-                if asked := self._ledger.ask_for_moves(wishes, time.monotonic()):
-                    logger.info("%d samples are asked for, to go on elsewhere", asked)
-                    self.wake()
+            if picture is None:
+                continue
+            for _ in picture.parts():
+                await asyncio.sleep(0)
+            wishes = await asyncio.to_thread(picture.look)
+            if asked := self._ledger.ask_for_moves(wishes, time.monotonic()):
+                logger.info("%d samples are asked for, to go on elsewhere", asked)
+                self.wake()
             # There is nothing new before the next heartbeats.
             await asyncio.sleep(max(self._ledger.heartbeat_interval_s(), _LOOKING_SHARE * (time.monotonic() - started)))
 

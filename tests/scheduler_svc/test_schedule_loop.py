@@ -10,8 +10,9 @@ import pytest
 
 from scheduler_svc import dispatcher
 from scheduler_svc.ledger import Ledger
+from scheduler_svc.picture import Picture
 from scheduler_svc.schedule_loop import ScheduleLoop
-from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.settings import SchedulerSection, SchedulerSettings
 from streamrl.identity import PURPOSE_TRAIN, SampleKey
 from streamrl.kafka.reader import Record
 from streamrl.kafka.topics import Topics
@@ -48,8 +49,12 @@ class KeepingProducer:
 class Stage:
     """A loop with two instances and a batch of one-sample groups."""
 
-    def __init__(self, num_groups: int) -> None:
-        settings = SchedulerSettings(run=RunSection(id="run"), generator=SamplingView(num_instances=2))
+    def __init__(self, num_groups: int, lease_s: float = 10.0) -> None:
+        settings = SchedulerSettings(
+            run=RunSection(id="run"),
+            generator=SamplingView(num_instances=2),
+            scheduler=SchedulerSection(lease_s=lease_s),
+        )
         self.ledger = Ledger(settings, incarnation=1, started_at=-1e9)
         self.producer = KeepingProducer()
         self.loop = ScheduleLoop(self.ledger, cast(Any, self.producer), Topics("run"))
@@ -57,7 +62,7 @@ class Stage:
         self.ledger.announce(0, 1)
         self.incarnations = {name: self._register(name) for name in ("a", "b")}
         self.rounds = self.dispatches = 0
-        self._news = asyncio.Event()
+        self.news = asyncio.Event()
         self.keys = [SampleKey(PURPOSE_TRAIN, 0, group, 0) for group in range(num_groups)]
 
     def _register(self, name: str) -> int:
@@ -81,8 +86,8 @@ class Stage:
 
     async def until(self, happened: Callable[[], bool]) -> None:
         while not happened():
-            self._news.clear()
-            await self._news.wait()
+            self.news.clear()
+            await self.news.wait()
 
     async def round(self) -> None:
         """A whole round of `run` from now on."""
@@ -99,11 +104,11 @@ class Stage:
     def play(self, scene: Coroutine[Any, Any, None]) -> None:
         def tell_of_round() -> None:
             self.rounds += 1
-            self._news.set()
+            self.news.set()
 
         def tell_of_dispatch() -> None:
             self.dispatches += 1
-            self._news.set()
+            self.news.set()
 
         async def with_loop() -> None:
             tasks = [
@@ -182,6 +187,32 @@ def test_nothing_of_a_batch_that_was_closed_while_it_was_planned_is_given_out(he
 
     stage.play(scene())
     assert stage.producer.assignments == []
+
+
+def test_a_batch_is_looked_at_at_once_however_seldom_an_idle_fleet_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(num_groups=32, lease_s=1000.0)
+    looks: list[Picture | None] = []
+    take = stage.ledger.picture
+
+    def picture(now: float) -> Picture | None:
+        looks.append(take(now))
+        stage.news.set()
+        return looks[-1]
+
+    monkeypatch.setattr(stage.ledger, "picture", picture)
+
+    async def scene() -> None:
+        watching = asyncio.create_task(stage.loop.watch_progress())
+        await stage.round()
+        await stage.until(lambda: None in looks)
+        stage.write_batch()
+        await stage.all_is_given_out()
+        # As by the first heartbeat.
+        await stage.round()
+        await stage.until(lambda: looks[-1] is not None)
+        watching.cancel()
+
+    stage.play(scene())
 
 
 def test_a_batch_of_many_prompts_comes_through_whole() -> None:
