@@ -87,17 +87,14 @@ def measure() -> Result:
     emulated: dict[str, list[DispatchRun]] = {policy: [] for policy in POLICIES}
     real: dict[str, list[DispatchRun]] = {policy: [] for policy in POLICIES}
     with closing(Nursery()) as nursery, ThreadPoolExecutor(len(POLICIES)) as threads:
-        beside = [
-            (policy, threads.submit(_emulated_run, nursery, policy, seed))
-            for seed in range(NUM_SEEDS)
-            for policy in POLICIES
-        ]
-        for policy, run in beside:
-            emulated[policy].append(run.result())
+        for seed in range(NUM_SEEDS):
+            beside = {policy: threads.submit(_emulated_run, nursery, policy, seed) for policy in POLICIES}
+            for policy, run in beside.items():
+                emulated[policy].append(run.result())
     for seed in range(NUM_SEEDS):
         for policy in list(POLICIES)[:: -1 if seed % 2 else 1]:
             real[policy].append(_real_run(policy, seed))
-    emulation = _emulation({}).model_dump()
+    emulation = _emulation({}).model_dump(exclude={"answer_tokens", "longest_answer"})
     settings = {"num_seeds": NUM_SEEDS, **_SETTINGS, "policies": POLICIES, "emulated": _EMULATED, "real": _REAL}
     found = [
         *cells("emulated/first_epoch", _stretch(emulated, 0, EPOCH_ITERATIONS - WARM_UP_ITERATIONS)),

@@ -157,10 +157,12 @@ class Heartbeat:
         began = time.monotonic()
         while not self._something_to_say:
             self._look_up.clear()
-            # An interval that has become shorter may be over already, which is no delay.
-            due = max(began + self._interval_s, time.monotonic())
+            due = began + self._interval_s
+            left_s = due - time.monotonic()
+            if left_s <= 0:
+                return
             try:
-                async with asyncio.timeout(due - time.monotonic()):
+                async with asyncio.timeout(left_s):
                     await self._look_up.wait()
             except TimeoutError:
                 self.event_loop_lag_s = max(time.monotonic() - due, 0.0)

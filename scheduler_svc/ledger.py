@@ -36,8 +36,8 @@ from streamrl.v1.scheduler_pb2 import (
 
 logger = logging.getLogger(__name__)
 
-LEAST_INTERVAL_S = 0.5
-"""Between heartbeats of an instance while there is work."""
+_LEAST_INTERVAL_S = 0.5
+"""Between heartbeats of an instance."""
 _MOST_HEARTBEATS = 250
 """A second, of the whole fleet."""
 
@@ -90,6 +90,8 @@ class Ledger:
         """Records that could not be handled here."""
         self._dispatcher = Dispatcher(settings, self.samples)
         self._tokenizer_digest = ""
+        self._num_working = 0
+        """Instances that run and do not drain, as of the last registration, drain or round."""
 
     # Records of topic `prompts`, and announcements of weights_svc.
 
@@ -171,6 +173,7 @@ class Ledger:
         life, superseded = self.registry.register(request, now)
         if superseded is not None:
             self._end(superseded, "began anew")
+        self._count_working()
         return RegisterResponse(
             incarnation=life.incarnation,
             partition=life.partition,
@@ -203,10 +206,13 @@ class Ledger:
     def heartbeat_interval_s(self) -> float:
         """How often instances should be heard of: seldom enough for the lease, but while there is work that could move
         as often as this process has time for. Every answer asks: it takes as long however large the fleet is."""
-        seldom_s, num_lives = self.settings.scheduler.heartbeat_interval_s, self.registry.num_known
-        if self.settings.scheduler.moves == "none" or num_lives < 2 or not self.samples.any_assigned:
+        seldom_s = self.settings.scheduler.heartbeat_interval_s
+        if self._nothing_moves() or self._num_working < 2 or not self.samples.any_assigned:
             return seldom_s
-        return min(seldom_s, max(LEAST_INTERVAL_S, num_lives / _MOST_HEARTBEATS))
+        return min(seldom_s, max(_LEAST_INTERVAL_S, self._num_working / _MOST_HEARTBEATS))
+
+    def _count_working(self) -> None:
+        self._num_working = sum(life.runs() and not life.draining for life in self.registry.lives())
 
     def _take_back(self, life: Life, given_back: GivenBack) -> None:
         key = SampleKey.from_proto(given_back.id)
@@ -256,6 +262,7 @@ class Ledger:
         if request.stopped and life.stopped_at is None:
             life.stopped_at = now
             logger.info("%s has stopped with %d samples outstanding", life, len(life.samples))
+        self._count_working()
 
     def report(self, request: ReportBatchRequest) -> ReportBatchResponse:
         """Takes from the trainer what became of samples.
@@ -337,6 +344,7 @@ class Ledger:
         """Ends lives whose time is over, and admits what may start."""
         for life in self.registry.expired(now):
             self._end(life, "was given up" if life.stopped_at is None else "stopped")
+        self._count_working()
         self._open_fleet(sum(life.takes_work(now) for life in self.registry.lives()), now)
         if self._takers(now):
             if self.samples.lengths.take_refresh():
@@ -396,13 +404,16 @@ class Ledger:
 
     def picture(self, now: float) -> Picture | None:
         """How the fleet stands, for a look at what should move; None: nothing could."""
-        if self.settings.scheduler.moves == "none" or self.phase == FLEET_PHASE_TRAIN:
+        if self._nothing_moves():
             return None
         lives = [life for life in self.registry.lives() if life.takes_work(now)]
         if len(lives) < 2 or not any(life.samples for life in lives):
             return None
         in_flight = self.settings.weights.swap == "in_flight"
         return Picture(lives, move_running=self.settings.scheduler.moves == "running", over_versions=in_flight)
+
+    def _nothing_moves(self) -> bool:
+        return self.settings.scheduler.moves == "none" or self.phase == FLEET_PHASE_TRAIN
 
     def ask_for_moves(self, wishes: Iterable[Wish], now: float) -> int:
         """Asks for what a look has found, as far as it is still so.

@@ -30,8 +30,11 @@ _FIRST_ERROR = 0.05
 """Of a report, relative: taken to be so, by the weight of one report, until more have come."""
 _MOST_REPORTS = 50
 """Reports that are close in time are wrong in the same way: beyond so many the mean gets no better."""
-_MEMORY_REPORTS = 200
-"""How noisy reports are is a mean over about so many of the last ones."""
+_REPORTS_MEMORY = 0.99
+"""How far a report was off loses weight with each later one."""
+_LARGEST_ERROR = 0.5
+"""Of a report: one that is further off, a step that stood still for a moment, says no more."""
+
 _HOUR_S = 3600.0
 """Nothing that an engine does for a token takes longer; who says so was wrong."""
 
@@ -48,13 +51,11 @@ class ObservedLatency:
         """Mean batch size, mean latency and weight of batch sizes 1, 2, 3-4, 5-8, ..."""
         self.held_token_s = self.prefill_token_s = 0.0
         """0: not known."""
-        self._num_reports, self._mean_square = 1, _FIRST_ERROR**2
-        """Reports, and the mean square of by how much their logarithms were off that of the mean before."""
+        self._num_reports, self._squares = 1.0, _FIRST_ERROR**2
+        """Reports, and the squares of by how much their logarithms were off that of the mean before."""
         if measured is not None:
-            self.held_token_s, self.prefill_token_s = (
-                _sensible(measured.held_token_s),
-                _sensible(measured.prefill_token_s),
-            )
+            self.held_token_s = _sensible(measured.held_token_s)
+            self.prefill_token_s = _sensible(measured.prefill_token_s)
             self.take(
                 StepLatency(
                     batch_size=steps.batch_size,
@@ -76,10 +77,9 @@ class ObservedLatency:
             total = weight + latency.num_steps
             share = latency.num_steps / total
             if weight:
-                # Logarithms, and forgotten again: an engine that stood still for a minute once is not noisy for ever.
-                self._num_reports = min(self._num_reports + 1, _MEMORY_REPORTS)
-                square = (math.log(alone_s) - math.log(seconds)) ** 2
-                self._mean_square += (square - self._mean_square) / self._num_reports
+                off = min(abs(math.log(alone_s) - math.log(seconds)), _LARGEST_ERROR)
+                self._num_reports = _REPORTS_MEMORY * self._num_reports + 1
+                self._squares = _REPORTS_MEMORY * self._squares + off**2
             self._buckets[bucket] = (
                 size + share * (latency.batch_size - size),
                 seconds + share * (alone_s - seconds),
@@ -89,7 +89,7 @@ class ObservedLatency:
     @property
     def error(self) -> float:
         """Standard error of the latencies, relative."""
-        return math.sqrt(self._mean_square / min(self._num_reports, _MOST_REPORTS))
+        return math.sqrt(self._squares / self._num_reports / min(self._num_reports, _MOST_REPORTS))
 
     def token_latency(self) -> TokenLatency | None:
         """By batch size; None: nothing was observed. A larger batch is never taken to be faster: where it seems to be,

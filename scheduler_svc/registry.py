@@ -162,11 +162,6 @@ class Registry:
         """Records that instances could not handle, over all their lives."""
         return self._past_dead_letters + sum(life.heartbeat.dead_letters for life in self._lives.values())
 
-    @property
-    def num_known(self) -> int:
-        """Of `lives`."""
-        return len(self._lives)
-
     def lives(self) -> list[Life]:
         """All that are known, also ended ones, by name."""
         return [self._lives[name] for name in sorted(self._lives)]

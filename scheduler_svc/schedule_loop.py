@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from google.protobuf.message import DecodeError
 
 from scheduler_svc.dispatcher import Draft, Outgoing
-from scheduler_svc.ledger import LEAST_INTERVAL_S, Ledger
+from scheduler_svc.ledger import Ledger
 from streamrl.errors import RecordError
 from streamrl.kafka.dead_letters import DeadLetters
 from streamrl.kafka.producer import RecordProducer
@@ -116,18 +116,16 @@ class ScheduleLoop:
             self._may_look.clear()
             started = time.monotonic()
             picture = self._ledger.picture(started)
-            # Where nothing could move, something may from one moment to the next.
-            pause_s = LEAST_INTERVAL_S
-            if picture is not None:
-                for _ in picture.parts():
-                    await asyncio.sleep(0)
-                wishes = await asyncio.to_thread(picture.look)
-                if asked := self._ledger.ask_for_moves(wishes, time.monotonic()):
-                    logger.info("%d samples are asked for, to go on elsewhere", asked)
-                    self.wake()
-                # There is nothing new before the next heartbeats.
-                pause_s = max(self._ledger.heartbeat_interval_s(), _LOOKING_SHARE * (time.monotonic() - started))
-            await asyncio.sleep(pause_s)
+            if picture is None:
+                continue
+            for _ in picture.parts():
+                await asyncio.sleep(0)
+            wishes = await asyncio.to_thread(picture.look)
+            if asked := self._ledger.ask_for_moves(wishes, time.monotonic()):
+                logger.info("%d samples are asked for, to go on elsewhere", asked)
+                self.wake()
+            # There is nothing new before the next heartbeats.
+            await asyncio.sleep(max(self._ledger.heartbeat_interval_s(), _LOOKING_SHARE * (time.monotonic() - started)))
 
     async def _until_due(self) -> None:
         if self._inbox:

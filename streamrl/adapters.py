@@ -1,6 +1,7 @@
 """Weights that travel as LoRA adapters: what such tensors are called, and the sum that makes weights of them.
 
-Trainer and generators compute the same sum, so that who is sent adapters has the weights that others are sent merged.
+Trainer and generators compute the same sum: who is sent adapters has, up to rounding, the weights that others are sent
+merged.
 torch is imported where it is used: what only looks at names does without.
 """
 

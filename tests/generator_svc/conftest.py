@@ -474,8 +474,8 @@ class PublishedVersions(WeightsServiceServicer):
         self.waiting = threading.Event()
         """A stream has come to the gate."""
         self.positions: list[tuple[int, int]] = []
-        self.fetched: list[int] = []
         """Where each fetch asked to start."""
+        self.fetched: list[int] = []
         self.source_address = ""
         self.address = ""
         self._versions: dict[int, tuple[VersionManifest, list[bytes]]] = {}

@@ -183,13 +183,14 @@ def test_a_sample_that_has_begun_is_not_given_back_to_be_moved(play: Play) -> No
 def test_heartbeats_come_when_work_begins_and_as_often_as_the_scheduler_wants(play: Play) -> None:
     async def scenario(site: Site) -> None:
         site.scheduler.interval_s = 1000.0
+        beats = site.scheduler.heartbeats
         async with site.instance():
-            await site.registered()
+            await site.eventually(lambda: beats)
             site.assign(0, [0, 1])
-            await until(site, lambda: any(beat.waiting + beat.running for beat in site.scheduler.heartbeats))
-            number = len(site.scheduler.heartbeats)
+            await site.eventually(lambda: any(beat.waiting + beat.running for beat in beats))
+            number = len(beats)
             site.scheduler.say(heartbeat_interval_s=0.01)
-            await until(site, lambda: len(site.scheduler.heartbeats) > number + 5)
+            await site.eventually(lambda: len(beats) > number + 5)
 
     play(scenario)
 

@@ -87,7 +87,7 @@ class CountingEngine(FakeEngine):
         self._instance.stand_until(asyncio.get_running_loop().time())
 
     async def switch(self, manifest: VersionManifest) -> SwitchReport:
-        fetched = SimpleNamespace(manifest=manifest, fetch_s=0.0, buffer=SimpleNamespace(close=lambda: None))
+        fetched = SimpleNamespace(manifest=manifest, fetch_s=0.0, close=lambda: None)
         return await self._load(cast(Any, fetched))
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:

@@ -8,8 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from scheduler_svc import dispatcher, schedule_loop
+from scheduler_svc import dispatcher
 from scheduler_svc.ledger import Ledger
+from scheduler_svc.picture import Picture
 from scheduler_svc.schedule_loop import ScheduleLoop
 from scheduler_svc.settings import SchedulerSection, SchedulerSettings
 from streamrl.identity import PURPOSE_TRAIN, SampleKey
@@ -61,7 +62,7 @@ class Stage:
         self.ledger.announce(0, 1)
         self.incarnations = {name: self._register(name) for name in ("a", "b")}
         self.rounds = self.dispatches = 0
-        self._news = asyncio.Event()
+        self.news = asyncio.Event()
         self.keys = [SampleKey(PURPOSE_TRAIN, 0, group, 0) for group in range(num_groups)]
 
     def _register(self, name: str) -> int:
@@ -85,8 +86,8 @@ class Stage:
 
     async def until(self, happened: Callable[[], bool]) -> None:
         while not happened():
-            self._news.clear()
-            await self._news.wait()
+            self.news.clear()
+            await self.news.wait()
 
     async def round(self) -> None:
         """A whole round of `run` from now on."""
@@ -103,11 +104,11 @@ class Stage:
     def play(self, scene: Coroutine[Any, Any, None]) -> None:
         def tell_of_round() -> None:
             self.rounds += 1
-            self._news.set()
+            self.news.set()
 
         def tell_of_dispatch() -> None:
             self.dispatches += 1
-            self._news.set()
+            self.news.set()
 
         async def with_loop() -> None:
             tasks = [
@@ -188,6 +189,32 @@ def test_nothing_of_a_batch_that_was_closed_while_it_was_planned_is_given_out(he
     assert stage.producer.assignments == []
 
 
+def test_a_batch_is_looked_at_at_once_however_seldom_an_idle_fleet_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(num_groups=32, lease_s=1000.0)
+    looks: list[Picture | None] = []
+    take = stage.ledger.picture
+
+    def picture(now: float) -> Picture | None:
+        looks.append(take(now))
+        stage.news.set()
+        return looks[-1]
+
+    monkeypatch.setattr(stage.ledger, "picture", picture)
+
+    async def scene() -> None:
+        watching = asyncio.create_task(stage.loop.watch_progress())
+        await stage.round()
+        await stage.until(lambda: None in looks)
+        stage.write_batch()
+        await stage.all_is_given_out()
+        # As by the first heartbeat.
+        await stage.round()
+        await stage.until(lambda: looks[-1] is not None)
+        watching.cancel()
+
+    stage.play(scene())
+
+
 def test_a_batch_of_many_prompts_comes_through_whole() -> None:
     stage = Stage(num_groups=1203)
 
@@ -199,29 +226,3 @@ def test_a_batch_of_many_prompts_comes_through_whole() -> None:
     shares = [stage.producer.samples_at(incarnation) for incarnation in stage.incarnations.values()]
     assert sorted(shares[0] + shares[1]) == list(range(1203))
     assert all(shares)
-
-
-def test_work_that_comes_after_a_while_without_any_is_looked_at_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule_loop, "LEAST_INTERVAL_S", 0.01)
-    stage = Stage(num_groups=32, lease_s=6000.0)
-    looks: list[bool] = []
-    picture = stage.ledger.picture
-
-    def take_picture(now: float) -> Any:
-        taken = picture(now)
-        looks.append(taken is not None)
-        return taken
-
-    monkeypatch.setattr(stage.ledger, "picture", take_picture)
-
-    async def scene() -> None:
-        watching = asyncio.create_task(stage.loop.watch_progress())
-        stage.loop.wake()
-        await stage.until(lambda: bool(looks))
-        stage.write_batch()
-        await stage.all_is_given_out()
-        while not looks[-1]:
-            await stage.round()
-        watching.cancel()
-
-    stage.play(scene())
