@@ -97,6 +97,7 @@ def measure() -> Result:
     emulation = _emulation({}).model_dump(exclude={"answer_tokens", "longest_answer"})
     settings = {"num_seeds": NUM_SEEDS, **_SETTINGS, "policies": POLICIES, "emulated": _EMULATED, "real": _REAL}
     found = [
+        *cells("emulated/all", emulated),
         *cells("emulated/first_epoch", _stretch(emulated, 0, EPOCH_ITERATIONS - WARM_UP_ITERATIONS)),
         *cells("emulated/second_epoch", _stretch(emulated, EPOCH_ITERATIONS - WARM_UP_ITERATIONS, None)),
         *cells("real", real),
