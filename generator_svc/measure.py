@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from generator_svc import engines
-from generator_svc.profiler import Profiler
+from generator_svc.profiler import known_or_measured
 from generator_svc.sample import ModelLimits
 from generator_svc.settings import GeneratorSettings
 from generator_svc.weight_fetcher import WeightSource
@@ -34,9 +34,7 @@ async def measure(settings: GeneratorSettings, model_folder: Path) -> dict[str, 
     engine = engines.make_engine(settings, "generator-0", limits, nowhere)
     try:
         await engine.start_unloaded(model_folder)
-        profile = engine.known_profile()
-        if profile is None:
-            profile = await Profiler(engine, limits, settings.generator.profile_s).measure()
+        profile = await known_or_measured(engine, limits, settings.generator.profile_s)
     finally:
         await engine.stop()
     return {

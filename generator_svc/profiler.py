@@ -144,6 +144,12 @@ class Profiler:
         return self._draws.choices(choice, k=count)
 
 
+async def known_or_measured(engine: Engine, limits: ModelLimits, seconds: float) -> EngineProfile:
+    """What an engine knows of its speed, else what is measured. Errors are those of `Profiler.measure`."""
+    known = engine.known_profile()
+    return known if known is not None else await Profiler(engine, limits, seconds).measure()
+
+
 async def profile_of(
     engine: Engine, limits: ModelLimits, seconds: float, saved: Path | None = None
 ) -> EngineProfile | None:
@@ -158,11 +164,10 @@ async def profile_of(
     """
     if saved is not None:
         return from_file(saved)
-    known = engine.known_profile()
-    if known is not None or seconds <= 0:
-        return known
+    if seconds <= 0:
+        return engine.known_profile()
     try:
-        return await Profiler(engine, limits, seconds).measure()
+        return await known_or_measured(engine, limits, seconds)
     except ValueError as error:
         # Work goes on without: planning has other ways to know.
         logger.warning("the engine could not be measured: %s", error)

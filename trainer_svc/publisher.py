@@ -179,7 +179,8 @@ class Publisher:
             if self._sent:
                 self._thread.join()
                 self._thread = None
-            self.check()
+            else:
+                self.check()
         self.check()
 
     def check(self) -> None:
