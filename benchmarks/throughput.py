@@ -10,7 +10,7 @@ Beside them stand ways to do it that are not ours: training on mini-batches of a
 async, in which all instances change their weights at one barrier.
 
 With real compute (benchmarks/real_run.py) vLLM and DeepSpeed share the cores that there are: the laptop example, whose
-answers have a long tail by themselves. Colocated gives the trainer all cores in its turn. Forty minutes.
+answers have a long tail by themselves. Colocated gives the trainer all cores in its turn. Forty-five minutes.
 """
 
 import logging
@@ -44,6 +44,8 @@ from benchmarks.result import Cell, Result
 logger = logging.getLogger(__name__)
 
 MEASURED_ITERATIONS = 3
+AT_ONCE = 2
+"""Emulated runs. One keeps the half of a core busy: more at once would wait for cores, and not for emulated devices."""
 LOAD_S = 1.0
 """For which an instance stands still to load 15 GB that its host has fetched, at PCIe's 16 GB/s."""
 SYNC_GOAL, ASYNC_GOAL, REAL_GOAL = 1.05, 1.2, 0.95
@@ -90,8 +92,8 @@ def measure() -> Result:
 
 
 def emulated_cells(stages: Stages, nursery: Nursery) -> list[Cell]:
-    """All modes on one set of lengths, beside each other, so that a busy machine slows each; async ones once it is
-    known how long generation takes by itself, by which their devices are split."""
+    """All modes on one set of lengths; async ones once it is known how long generation takes by itself, by which their
+    devices are split."""
     everything = (NUM_DEVICES, NUM_DEVICES)
     sync_split = stages.sync_split()
     one_step_split = _async_split(stages, stages.generation_s(PROFILE_DEVICES))
@@ -105,12 +107,12 @@ def emulated_cells(stages: Stages, nursery: Nursery) -> list[Cell]:
             for name, settings in ASYNC_MODES.items()
         },
     }
-    states = _beside_each_other(stages, nursery, setups)
+    states = _run_all(stages, nursery, setups)
     alone_s = {name: states.pop(f"{name}_alone").iteration_s for name in ASYNC_MODES}
     asynchronous = {
         name: Setup(settings, _async_split(stages, alone_s[name])) for name, settings in ASYNC_MODES.items()
     }
-    states |= _beside_each_other(stages, nursery, asynchronous)
+    states |= _run_all(stages, nursery, asynchronous)
     setups |= asynchronous
     goals = {"sync": SYNC_GOAL, "async": ASYNC_GOAL}
     cells = []
@@ -135,8 +137,8 @@ class Setup:
     global_barrier: bool = False
 
 
-def _beside_each_other(stages: Stages, nursery: Nursery, setups: Mapping[str, Setup]) -> dict[str, SteadyState]:
-    with ThreadPoolExecutor(len(setups)) as threads:
+def _run_all(stages: Stages, nursery: Nursery, setups: Mapping[str, Setup]) -> dict[str, SteadyState]:
+    with ThreadPoolExecutor(AT_ONCE) as threads:
         running = {name: threads.submit(_run, stages, nursery, setup) for name, setup in setups.items()}
         return {name: future.result() for name, future in running.items()}
 

@@ -8,7 +8,6 @@ those that heartbeats keep current later. What it leaves out: other load on the 
 import asyncio
 import logging
 import random
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,8 +38,7 @@ class Profiler:
         """
         self._engine = engine
         self._limits = limits
-        self._until = time.monotonic() + seconds
-        self._round_s = seconds / 6
+        self._seconds, self._round_s = seconds, seconds / 6
         self._short_prompt = max(1, min(_SHORT_PROMPT, limits.max_model_len // 4))
         self._most_steps = max(1, min(_MOST_STEPS, limits.max_model_len // 2))
         self._draws = random.Random(0)
@@ -53,11 +51,12 @@ class Profiler:
             EngineDiedError: as the engine.
         """
         size = self._engine.max_running
+        until_s = self._now_s() + self._seconds
         # The first steps of an engine are slow: they say how many there is time for.
         await self._run(1, self._short_prompt, min(_FEWEST_STEPS, self._most_steps))
         measured: dict[int, StepSpeed] = {}
         for batch_size in [1, size, *(2**bits for bits in range(2, size.bit_length(), 2) if 2**bits < size)]:
-            if batch_size not in measured and (batch_size in (1, size) or time.monotonic() < self._until):
+            if batch_size not in measured and (batch_size in (1, size) or self._now_s() < until_s):
                 last_s = max((speed.latency_s for speed in measured.values()), default=0.0)
                 measured[batch_size] = await self._run(batch_size, self._short_prompt, self._num_steps(last_s))
         prefill_token_s = await self._prefill(measured[1].latency_s)
@@ -84,9 +83,9 @@ class Profiler:
     async def _prefill(self, step_s: float) -> float:
         """Seconds of a token of a prompt."""
         context = self._context(tokens=self._limits.max_model_len)
-        started = time.monotonic()
+        started_s = self._now_s()
         await self._draw(1, context, 1)
-        return max((time.monotonic() - started - step_s) / context, 0.0)
+        return max((self._now_s() - started_s - step_s) / context, 0.0)
 
     async def _held(self, short: StepSpeed, prefill_token_s: float) -> float:
         """Seconds that a token in the cache adds to a step: full batches with long contexts against short ones."""
@@ -138,6 +137,10 @@ class Profiler:
             # A trained model may have nothing to say to made-up prompts.
             to_the_end=True,
         )
+
+    @staticmethod
+    def _now_s() -> float:
+        return asyncio.get_running_loop().time()
 
     def _tokens(self, count: int) -> list[int]:
         choice: Sequence[int] = range(self._limits.vocab_size)

@@ -8,8 +8,6 @@ move shows.
 
 import asyncio
 import random
-import selectors
-from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -38,6 +36,7 @@ from streamrl.v1.scheduler_pb2 import (
     SampleOutcome,
 )
 from streamrl.v1.weights_pb2 import VersionManifest
+from tests.jumping_loop import run
 from tests.scheduler_svc.dispatching import decide
 from trainer_svc.acceptance import Acceptance
 from trainer_svc.groups import AcceptanceRules
@@ -47,33 +46,6 @@ MAX_TOKENS = 200
 NUM_BATCHES, NUM_GROUPS, NUM_SAMPLES = 3, 4, 3
 STOP = MAX_TOKENS + 1
 PROMPT = [7, 8]
-
-
-class JumpingSelector(selectors.DefaultSelector):
-    """Does not wait: time has passed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-
-    def select(self, timeout: float | None = None) -> Any:
-        assert timeout is not None, "everything waits for ever"
-        self.now += timeout
-        return super().select(0)
-
-
-class JumpingLoop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
-        self._jumping = JumpingSelector()
-        super().__init__(self._jumping)
-
-    def time(self) -> float:
-        return self._jumping.now
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
-        runner.run(scenario)
 
 
 class CountingEngine(FakeEngine):
