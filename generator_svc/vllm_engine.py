@@ -98,6 +98,7 @@ class VllmEngine:
             max_model_len=settings.max_model_len,
             max_num_seqs=settings.max_running,
             tensor_parallel_size=settings.tensor_parallel_size,
+            worker_cls=settings.worker_class,
             enforce_eager=settings.enforce_eager,
             enable_sleep_mode=settings.enable_sleep_mode,
             gpu_memory_utilization=settings.gpu_memory_utilization,

@@ -38,6 +38,8 @@ class VllmSettings:
     """CPUs: cores that each worker is bound to, such as "0" or, for two workers, "0-3|4-7". Empty: not bound."""
     cpu_threads: int = 1
     """CPUs: threads of a worker that is not bound to cores."""
+    worker_class: str = "auto"
+    """Of the workers, by its full name. "auto": vLLM's own for this machine."""
 
     @property
     def salt_requests(self) -> bool:

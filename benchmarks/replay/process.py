@@ -1,7 +1,8 @@
 """A service of a replaying run: `python -m benchmarks.replay.process SETTINGS.json --instance NAME`.
 
 The trainer takes no time (benchmarks/emulation/trainer.py). A generator is all real; only where an answer ends does not
-depend on what is drawn. Each answer is noted, with the times at which it was asked for and over.
+depend on what is drawn, and on emulated devices a step does not end before its time. Each answer is noted, with the
+times at which it was asked for and over.
 """
 
 import asyncio
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 ANSWERS = "answers"
 """Folder of the noted answers in that of the run: a file an instance, a line each."""
+ON_DEVICES = "on_devices"
+"""A file in the run's folder: each engine has an emulated device of its own."""
 
 
 class NotedAnswer(BaseModel):
@@ -84,8 +87,11 @@ def _make_engine(settings: GeneratorSettings, instance: str, limits: ModelLimits
     import torch
 
     has_gpu = torch.cuda.is_available()
+    of_engine = engines.vllm_settings(settings, instance, limits.max_model_len, has_gpu=has_gpu)
+    if (settings.run.folder / ON_DEVICES).exists():
+        of_engine = replace(of_engine, worker_class="benchmarks.replay.paced_worker.PacedWorker")
     return ReplayingEngine(
-        engines.vllm_settings(settings, instance, limits.max_model_len, has_gpu=has_gpu),
+        of_engine,
         source,
         lengths=ReplayedLengths.read(settings.run.folder),
         notes=settings.run.folder / ANSWERS / f"{instance}.jsonl",

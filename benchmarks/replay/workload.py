@@ -1,7 +1,8 @@
-"""Prompts of which a ranker can learn how long their answers are, and those lengths. Pure.
+"""Prompts of which a ranker can learn how long their answers are, those lengths, and what a device takes. Pure.
 
 Lengths are the paper's, scaled. How long answers are is told by a prompt as far as the paper's ranker finds the longest
-fifth of them (0.87): "to B from A" has the longer answers the further B is from A.
+fifth of them (0.87): "to B from A" has the longer answers the further B is from A. A device's steps are the paper's
+(Fig 6), slowed down.
 """
 
 import json
@@ -20,6 +21,8 @@ from trainer_svc.counting_task import MAX_NUMBER
 
 FILE = "lengths.json"
 """In the run's folder, for its generators."""
+SLOWER = 3.0
+"""Than the paper's device: the cores then have time enough for each step of each engine."""
 
 
 @dataclass(frozen=True)
@@ -86,3 +89,15 @@ class ReplayedLengths:
 
 def _key(token_ids: Sequence[int]) -> str:
     return " ".join(map(str, token_ids))
+
+
+def device_step_s(num_sequences: int, num_tokens: int) -> float:
+    """What a step takes.
+
+    Args:
+        num_tokens: one a sequence, and more for those whose prompts are computed.
+    """
+    if num_sequences == 0:
+        return 0.0
+    of_prompts_s = paper_workload.PREFILL_TOKEN_S * (num_tokens - num_sequences)
+    return SLOWER * (paper_workload.TOKEN_LATENCY(num_sequences) + of_prompts_s)

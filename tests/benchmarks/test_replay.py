@@ -8,7 +8,7 @@ import pytest
 from benchmarks import paper_workload
 from benchmarks.replay.comparison import MEASURED_BATCHES, WARM_UP_BATCHES, cells
 from benchmarks.replay.process import NotedAnswer
-from benchmarks.replay.workload import ReplayedLengths, replayed_prompts
+from benchmarks.replay.workload import SLOWER, ReplayedLengths, device_step_s, replayed_prompts
 
 LONGEST = 480
 
@@ -42,7 +42,14 @@ def _answers(seconds: float) -> list[NotedAnswer]:
 
 
 def test_the_ratio_is_that_of_the_mean_times_of_whole_batches() -> None:
-    random_fifo, ours, moved = cells({"random_fifo": [_answers(10.0)] * 2, "makespan": [_answers(8.0)] * 2})
+    answers = {"random_fifo": [_answers(10.0)] * 2, "makespan": [_answers(8.0)] * 2}
+    random_fifo, ours, moved = cells("devices", answers, 0.85)
     assert (random_fifo.value, ours.value) == (10.0, 8.0)
     assert (ours.ratio, ours.met) == (0.8, True)
     assert moved.value == 2 * (WARM_UP_BATCHES + MEASURED_BATCHES)
+
+
+def test_a_step_of_a_device_takes_what_the_paper_says_and_prompts_take_longer() -> None:
+    assert device_step_s(0, 0) == 0.0
+    assert device_step_s(32, 32) == pytest.approx(SLOWER * 10.25e-3)
+    assert device_step_s(2, 102) - device_step_s(2, 2) == pytest.approx(SLOWER * 100 * paper_workload.PREFILL_TOKEN_S)
