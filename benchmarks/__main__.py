@@ -29,12 +29,9 @@ def main() -> int:
 def _table(result: Result) -> str:
     lines = [f"{result.benchmark} {result.settings}"]
     for cell in result.cells:
-        verdict = (
-            ""
-            if cell.met is None
-            else f"  {cell.ratio:.2f} of {cell.against}, goal {cell.goal:g}: " + ("met" if cell.met else "missed")
-        )
-        lines.append(f"{cell.name:32} {cell.value:12.4g} {cell.unit}{verdict}")
+        told = "" if cell.ratio is None else f"  {cell.ratio:.2f} of {cell.against}"
+        told += "" if cell.met is None else f", goal {cell.goal:g}: " + ("met" if cell.met else "missed")
+        lines.append(f"{cell.name:32} {cell.value:12.4g} {cell.unit}{told}")
     return "\n".join(lines)
 
 

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 MEASURED_ITERATIONS = 3
 AT_ONCE = 2
-"""Emulated runs. One keeps the half of a core busy: more at once would wait for cores, and not for emulated devices."""
+"""Emulated runs at a time. One keeps about half of a core busy: more would wait for cores, and not for devices."""
 LOAD_S = 1.0
 """For which an instance stands still to load 15 GB that its host has fetched, at PCIe's 16 GB/s."""
 SYNC_GOAL, ASYNC_GOAL, REAL_GOAL = 1.05, 1.2, 0.95
@@ -82,6 +82,8 @@ def measure() -> Result:
                 "max_running": MAX_RUNNING,
                 "iterations": [WARM_UP_ITERATIONS, MEASURED_ITERATIONS],
                 "load_s": LOAD_S,
+                "at_once": AT_ONCE,
+                "async_spare": ASYNC_SPARE,
                 "sets": [asdict(lengths) for lengths in LENGTH_SETS],
             },
             "real": {"config": str(REAL_CONFIG), "rounds": REAL_ROUNDS, "settings": REAL_SETTINGS, "modes": REAL_MODES},

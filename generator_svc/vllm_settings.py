@@ -39,7 +39,7 @@ class VllmSettings:
     cpu_threads: int = 1
     """CPUs: threads of a worker that is not bound to cores."""
     worker_class: str = "auto"
-    """Of the workers, by its full name. "auto": vLLM's own for this machine."""
+    """Class of the workers, as "module.Class". "auto": vLLM's own for this machine."""
 
     @property
     def salt_requests(self) -> bool:

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from benchmarks.emulation.lengths import ReplayedLengths
+from benchmarks.emulation.lengths import PaperLengths
 from benchmarks.emulation.plan import Emulation, prompt_key
 from generator_svc import engines
 from generator_svc.engine import Engine
@@ -32,7 +32,7 @@ def _answer_length(emulation: Emulation) -> AnswerLength:
     known = emulation.answer_tokens
     if known:
         return lambda request: known[prompt_key(request.prompt_token_ids)]
-    return ReplayedLengths(emulation.longest_answer)
+    return PaperLengths(emulation.longest_answer)
 
 
 async def _serve(settings: GeneratorSettings, instance: str, stop: asyncio.Event) -> None:

@@ -16,7 +16,7 @@ PROMPT_CORRELATION = 0.973
 0.87 of the longest fifth of answers in their first fifth."""
 
 
-class ReplayedLengths:
+class PaperLengths:
     """Lengths with a maximum of `longest` tokens."""
 
     def __init__(self, longest: int) -> None:

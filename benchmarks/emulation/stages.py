@@ -6,7 +6,7 @@ from functools import cached_property
 
 from benchmarks import paper_workload
 from benchmarks.emulation.devices import NUM_DEVICES, best_split, scaled_s, streamed_end_s
-from benchmarks.emulation.lengths import ReplayedLengths
+from benchmarks.emulation.lengths import PaperLengths
 from streamrl.planning.profile import InstanceProfile, TokenLatency
 from streamrl.planning.simulated_instance import SimulatedInstance, SimulatedSequence
 
@@ -102,7 +102,7 @@ class Stages:
 
     @cached_property
     def _tokens(self) -> list[int]:
-        replayed = ReplayedLengths(LONGEST_ANSWER)
+        replayed = PaperLengths(LONGEST_ANSWER)
         return [
             replayed.of([prompt], prompt * SAMPLES_PER_PROMPT + sample)
             for prompt in range(PROMPTS_PER_BATCH)

@@ -6,7 +6,7 @@ have the same lengths, sample by sample, and run in turns; what counts is the ti
 is asked for to the last that is over.
 
 On emulated devices, a step of an engine does not end before a device of its own would have ended it. On the cores that
-there are, each engine takes what the other leaves, and there is less to win. Half an hour.
+there are, each engine has what the other leaves. Half an hour.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ import numpy as np
 
 from benchmarks.emulation.plan import Emulation
 from benchmarks.replay.process import ANSWERS, ON_DEVICES, NotedAnswer
-from benchmarks.replay.workload import SLOWER, ReplayedLengths, ReplayedPrompt, replayed_prompts
+from benchmarks.replay.workload import SLOWDOWN, ReplayedLengths, ReplayedPrompt, device_step_s, replayed_prompts
 from benchmarks.result import Cell, Result
 from streamrl import lifetime
 from streamrl.command.broker import EmbeddedBroker
@@ -51,14 +51,15 @@ POLICIES: dict[str, dict[str, Any]] = {
     "random_fifo": {"scheduler.dispatch": "random", "scheduler.moves": "none", "scheduler.length_model": "history"},
     "makespan": {},
 }
-SETUPS = {"devices": GOAL, "cores": None}
-"""What the engines run on, and what is to be reached there."""
+SETUPS = {"devices": True, "cores": False}
+"""Whether each engine has an emulated device."""
 _CONFIG = Path("examples/laptop.toml")
+_MEASURED = range(WARM_UP_BATCHES, WARM_UP_BATCHES + MEASURED_BATCHES)
 _LOOK_S, _END_S = 0.5, 30.0
 
 
 def measure() -> Result:
-    """Each setup's rounds; every other one in the opposite order."""
+    """All rounds; every other one in the opposite order."""
     result = Result(
         "replay",
         {
@@ -69,33 +70,31 @@ def measure() -> Result:
             "samples_per_prompt": SAMPLES_PER_PROMPT,
             "max_running": MAX_RUNNING,
             "longest_answer": LONGEST_ANSWER,
-            "devices_slower_than_fig_6": SLOWER,
+            "device_slowdown": SLOWDOWN,
             "policies": POLICIES,
         },
     )
+    answers: dict[str, dict[str, list[Sequence[NotedAnswer]]]] = {
+        setup: {policy: [] for policy in POLICIES} for setup in SETUPS
+    }
     with tempfile.TemporaryDirectory() as name:
-        for setup, goal in SETUPS.items():
-            answers = _rounds(Path(name) / setup, on_devices=setup == "devices")
-            result.cells += cells(setup, answers, goal)
+        for number in range(NUM_ROUNDS):
+            prompts = _prompts(number)
+            ranker = _learn(Path(name) / f"ranker-{number}", prompts[:LEARNED_PROMPTS])
+            for setup, on_devices in SETUPS.items():
+                for policy in list(POLICIES)[:: -1 if number % 2 else 1]:
+                    folder = Path(name) / f"{setup}-{policy}-{number}"
+                    found = run(
+                        folder, number, prompts[LEARNED_PROMPTS:], POLICIES[policy], ranker, on_devices=on_devices
+                    )
+                    logger.info("%s: %s s a batch", folder.name, np.round(makespans_s(found), 2).tolist())
+                    answers[setup][policy].append(found)
+    for setup, of_policies in answers.items():
+        result.cells += cells(setup, of_policies)
     return result
 
 
-def _rounds(folder: Path, *, on_devices: bool) -> dict[str, list[Sequence[NotedAnswer]]]:
-    """The answers of each policy's rounds."""
-    answers: dict[str, list[Sequence[NotedAnswer]]] = defaultdict(list)
-    folder.mkdir()
-    for number in range(NUM_ROUNDS):
-        prompts = _prompts(number)
-        ranker = _learn(folder / f"ranker-{number}", prompts[:LEARNED_PROMPTS])
-        for policy in list(POLICIES)[:: -1 if number % 2 else 1]:
-            of_run = folder / f"{policy}-{number}"
-            found = run(of_run, number, prompts[LEARNED_PROMPTS:], POLICIES[policy], ranker, on_devices=on_devices)
-            logger.info("%s: %s s a batch", of_run.name, np.round(makespans_s(found), 2).tolist())
-            answers[policy].append(found)
-    return answers
-
-
-def cells(setup: str, answers: Mapping[str, Sequence[Sequence[NotedAnswer]]], goal: float | None) -> list[Cell]:
+def cells(setup: str, answers: Mapping[str, Sequence[Sequence[NotedAnswer]]]) -> list[Cell]:
     """From the answers of each policy's rounds to what is reported; batches are paired."""
     seconds = {policy: np.concatenate([makespans_s(found) for found in runs]) for policy, runs in answers.items()}
     theirs, ours = seconds["random_fifo"], seconds["makespan"]
@@ -103,27 +102,42 @@ def cells(setup: str, answers: Mapping[str, Sequence[Sequence[NotedAnswer]]], go
     # Of a ratio of means, by its linear approximation.
     error = float((ours - ratio * theirs).std(ddof=1) / math.sqrt(len(ours)) / theirs.mean())
     told = f"s a batch, mean of {len(ours)}, standard error of the ratio {error:.3f}"
-    moved = sum(answer.handed_over for found in answers["makespan"] for answer in found)
+    moved = sum(answer.handed_over for found in answers["makespan"] for answer in _measured(found))
     return [
         Cell(f"{setup}/random_fifo", float(theirs.mean()), f"s a batch, mean of {len(theirs)}"),
-        Cell(
-            f"{setup}/makespan",
-            float(ours.mean()),
-            told,
-            "random_fifo",
-            ratio,
-            goal,
-            None if goal is None else ratio <= goal,
-        ),
+        Cell(f"{setup}/makespan", float(ours.mean()), told, "random_fifo", ratio, GOAL, ratio <= GOAL),
         Cell(f"{setup}/makespan/moved", moved, "answers that went on on the other instance"),
     ]
 
 
 def makespans_s(answers: Sequence[NotedAnswer]) -> np.ndarray:
     """Of each batch after the warm-up: from its first request to its last token."""
-    batches = range(WARM_UP_BATCHES, WARM_UP_BATCHES + MEASURED_BATCHES)
-    of_batch = [[answer for answer in answers if answer.batch == batch] for batch in batches]
-    return np.array([max(one.ended_s for one in of) - min(one.asked_s for one in of) for of in of_batch])
+    of_batch: dict[int, list[NotedAnswer]] = defaultdict(list)
+    for answer in _measured(answers):
+        of_batch[answer.batch].append(answer)
+    return np.array(
+        [
+            max(one.ended_s for one in of_batch[batch]) - min(one.asked_s for one in of_batch[batch])
+            for batch in _MEASURED
+        ]
+    )
+
+
+def check_pace(answers: Iterable[NotedAnswer]) -> None:
+    """
+    Raises:
+        ValueError: an answer was drawn faster than a device can.
+    """
+    for answer in answers:
+        took_s, least_s = answer.ended_s - answer.asked_s, answer.num_tokens * device_step_s(1, 1)
+        if took_s < least_s:
+            raise ValueError(
+                f"{answer.num_tokens} tokens in {took_s:.3f} s, {least_s:.3f} s of a device: no step waited"
+            )
+
+
+def _measured(answers: Iterable[NotedAnswer]) -> list[NotedAnswer]:
+    return [answer for answer in answers if answer.batch in _MEASURED]
 
 
 def run(
@@ -144,6 +158,7 @@ def run(
 
     Raises:
         ServiceDiedError: a service ended too early; the message has the end of its log.
+        ValueError: as `check_pace`.
     """
     folder.mkdir()
     train, held_out = folder / "train.jsonl", folder / "held_out.jsonl"
@@ -189,7 +204,10 @@ def run(
         broker.wait_ready()
         _watch(run_folder, stack.enter_context(_services(settings)))
     files = (run_folder / ANSWERS).glob("*.jsonl")
-    return [NotedAnswer.model_validate_json(line) for file in files for line in file.read_text().splitlines()]
+    answers = [NotedAnswer.model_validate_json(line) for file in files for line in file.read_text().splitlines()]
+    if on_devices:
+        check_pace(answers)
+    return answers
 
 
 @contextmanager

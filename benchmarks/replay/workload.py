@@ -2,7 +2,7 @@
 
 Lengths are the paper's, scaled. How long answers are is told by a prompt as far as the paper's ranker finds the longest
 fifth of them (0.87): "to B from A" has the longer answers the further B is from A. A device's steps are the paper's
-(Fig 6), slowed down.
+(Fig 6), slowed down; the cache that it holds costs it nothing.
 """
 
 import json
@@ -17,12 +17,13 @@ import numpy as np
 
 from benchmarks import paper_workload
 from benchmarks.emulation.lengths import PROMPT_CORRELATION
+from benchmarks.emulation.plan import prompt_key
 from trainer_svc.counting_task import MAX_NUMBER
 
 FILE = "lengths.json"
 """In the run's folder, for its generators."""
-SLOWER = 3.0
-"""Than the paper's device: the cores then have time enough for each step of each engine."""
+SLOWDOWN = 3.0
+"""A step of a device takes so many times what the paper's does: cores then have time for each step of each engine."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class ReplayedLengths:
         Args:
             token_ids: of each prompt.
         """
-        return cls({_key(tokens): prompt.lengths for prompt, tokens in zip(prompts, token_ids, strict=True)})
+        return cls({prompt_key(tokens): prompt.lengths for prompt, tokens in zip(prompts, token_ids, strict=True)})
 
     @classmethod
     def read(cls, folder: Path) -> "ReplayedLengths":
@@ -83,12 +84,8 @@ class ReplayedLengths:
 
     def tokens(self, prompt_token_ids: Sequence[int], sample: int) -> int | None:
         """Of an answer; None: this prompt is none of them."""
-        lengths = self._lengths.get(_key(prompt_token_ids))
+        lengths = self._lengths.get(prompt_key(prompt_token_ids))
         return None if lengths is None else lengths[sample]
-
-
-def _key(token_ids: Sequence[int]) -> str:
-    return " ".join(map(str, token_ids))
 
 
 def device_step_s(num_sequences: int, num_tokens: int) -> float:
@@ -100,4 +97,4 @@ def device_step_s(num_sequences: int, num_tokens: int) -> float:
     if num_sequences == 0:
         return 0.0
     of_prompts_s = paper_workload.PREFILL_TOKEN_S * (num_tokens - num_sequences)
-    return SLOWER * (paper_workload.TOKEN_LATENCY(num_sequences) + of_prompts_s)
+    return SLOWDOWN * (paper_workload.TOKEN_LATENCY(num_sequences) + of_prompts_s)

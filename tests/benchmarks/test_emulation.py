@@ -9,7 +9,7 @@ import pytest
 from benchmarks import paper_workload
 from benchmarks.emulation.devices import NUM_DEVICES, SPLITS, best_split, relative_time, scaled_s, streamed_end_s
 from benchmarks.emulation.fleet import WARM_UP_ITERATIONS, Look, steady_state
-from benchmarks.emulation.lengths import PROMPT_CORRELATION, ReplayedLengths
+from benchmarks.emulation.lengths import PROMPT_CORRELATION, PaperLengths
 from benchmarks.emulation.plan import TrainedStep
 from benchmarks.emulation.stages import BATCH_SIZE, LENGTH_SETS, LONGEST_ANSWER, Stages
 
@@ -35,7 +35,7 @@ def test_work_that_streams_ends_after_the_last_piece_or_when_all_of_it_is_done()
 
 
 def test_replayed_lengths_have_the_papers_distribution() -> None:
-    replayed = ReplayedLengths(20_000)
+    replayed = PaperLengths(20_000)
     lengths = [replayed.of([prompt], prompt) for prompt in range(4000)]
     # Four thousand prompts: quantiles within a few percent.
     assert np.quantile(lengths, 0.5) == pytest.approx(3241, rel=0.1)
