@@ -49,7 +49,7 @@ class NotedAnswer(BaseModel):
 
 
 class ReplayingEngine(VllmEngine):
-    """Goes on past any stop token, up to the length that the answer is to have."""
+    """Draws no stop token, and ends where the answer is to end."""
 
     def __init__(self, *arguments: Any, lengths: ReplayedLengths, notes: Path) -> None:
         super().__init__(*arguments)
@@ -58,9 +58,10 @@ class ReplayingEngine(VllmEngine):
         self._notes = notes.open("a", buffering=1)
 
     def sampling(self, request: GenerationRequest) -> "SamplingParams":
-        """No token ends an answer."""
+        """An answer to be replayed has no stop token before its end: with one in it, it could not go on elsewhere."""
         sampling = super().sampling(request)
-        sampling.ignore_eos = True
+        if request.to_the_end:
+            sampling.min_tokens = sampling.max_tokens
         return sampling
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
@@ -71,7 +72,7 @@ class ReplayingEngine(VllmEngine):
         if length is None:
             return await super().generate(request)
         asked_s = time.time()
-        result = await super().generate(replace(request, max_tokens=length, stop_token_ids=[]))
+        result = await super().generate(replace(request, max_tokens=length, to_the_end=True))
         noted = NotedAnswer(
             batch=int(name[1]),
             asked_s=asked_s,
