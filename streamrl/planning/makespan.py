@@ -221,7 +221,7 @@ def _late_rest(outlook: Outlook, sets: Sequence[_Set], start: NDArray[np.int64],
         before = sum(sets[index].size * sets[index].before for index in members) / size
         # Prompts are dealt whole. Of few, some instances get one more than others: those are late.
         each = rows * _rate(profile) / total
-        whole = np.where(each < _FEW, np.ceil(each - 1e-9), each)
+        whole = np.where(each < _FEW, np.maximum(np.ceil(each - 1e-9), 1), each)
         expected = outlook.late(profile, start, outlook.num_rows, times, share=whole / rows, before=before)
         late += size * each / whole * expected
     return late

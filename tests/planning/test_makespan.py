@@ -117,3 +117,12 @@ def test_answers_that_may_be_wrong_in_the_same_way_are_not_put_together() -> Non
     for share in plan.shares:
         if doubtful[share].sum() >= 20:
             assert wrong[share].sum() < 0.5 * doubtful[share].sum()
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_beside_an_instance_that_hardly_moves_others_get_the_work() -> None:
+    fast, slow = (InstanceProfile(TokenLatency({1: step_s}), 64) for step_s in (1e-6, 1e6))
+    plan = plan_makespan(work_of(LengthForecast.exact(np.full(40, 300.0))), [FleetMember(fast), FleetMember(slow)])
+    assert sorted(plan.shares[0]) == list(range(40))
+    assert plan.shares[1] == []
+    assert np.isfinite(plan.expected_s)
