@@ -40,7 +40,9 @@ FIGURES: tuple[Figure, ...] = (
     Figure("length/max", "tokens", "longest answer"),
     Figure("length/truncated_share", "share", "answers that were cut at generator.max_tokens"),
     Figure("length/dropped_mean", "tokens", "mean length of the rollouts that were dropped; only when there are any"),
-    Figure("length/cut_mean", "tokens", "mean length so far of answers that still ran when they were dropped"),
+    Figure(
+        "length/cut_mean", "tokens", "mean length, by heartbeats, of answers that ran when dropped since the last step"
+    ),
     Figure("staleness/mean", "versions", "batch index minus the oldest version among an answer's tokens, mean"),
     Figure("staleness/max", "versions", "the largest staleness in the batch"),
     Figure("loss/policy", "nats", "the loss of the step, divided by its samples' count; mean over steps, as the next"),
@@ -114,7 +116,11 @@ FIGURES: tuple[Figure, ...] = (
     Figure("fleet/instances", "instances", "generators that are alive"),
     Figure("fleet/running", "sequences", "sequences that run in their engines"),
     Figure("fleet/waiting", "sequences", "sequences that wait in front of them"),
-    Figure("fleet/moved", "samples", "answers so far that went on on another instance after they had begun"),
+    Figure(
+        "fleet/moved",
+        "samples",
+        "answers that went on on another instance after they had begun, since the scheduler was started",
+    ),
     Figure("fleet/moved_tokens", "tokens", "tokens that they had, which the other instance computed again as a prompt"),
     Figure(
         "ranker/recall_longest_20",

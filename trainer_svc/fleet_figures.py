@@ -49,6 +49,21 @@ class BusyMeter:
         return 1.0 - self.busy_s / self.available_s if self.available_s > 0 else 0.0
 
 
+class CutMeter:
+    """How long answers were that ran when they were dropped: those since the last look, from the scheduler's totals."""
+
+    def __init__(self) -> None:
+        self._cut = self._cut_tokens = 0
+
+    def figures(self, fleet: GetFleetResponse) -> dict[str, float]:
+        """Nothing where there were none."""
+        if fleet.cut < self._cut:  # a scheduler that was started again counts from 0
+            self._cut = self._cut_tokens = 0
+        cut, cut_tokens = fleet.cut - self._cut, fleet.cut_tokens - self._cut_tokens
+        self._cut, self._cut_tokens = fleet.cut, fleet.cut_tokens
+        return {"length/cut_mean": cut_tokens / cut} if cut else {}
+
+
 def fleet_size_figures(fleet: GetFleetResponse) -> dict[str, float]:
     """How many instances live, and how full they are."""
     live = [instance for instance in fleet.instances if instance.state != INSTANCE_STATE_DEAD]
@@ -58,7 +73,6 @@ def fleet_size_figures(fleet: GetFleetResponse) -> dict[str, float]:
         "fleet/waiting": float(sum(instance.heartbeat.waiting for instance in live)),
         "fleet/moved": float(fleet.moved),
         "fleet/moved_tokens": float(fleet.moved_tokens),
-        **({"length/cut_mean": fleet.cut_tokens / fleet.cut} if fleet.cut else {}),
     }
 
 

@@ -14,7 +14,7 @@ from streamrl.v1.scheduler_pb2 import GetFleetRequest, GetFleetResponse
 from streamrl.v1.scheduler_pb2_grpc import SchedulerServiceStub
 from streamrl.v1.weights_pb2 import ListVersionsRequest, ListVersionsResponse
 from streamrl.v1.weights_pb2_grpc import WeightsServiceStub
-from trainer_svc.fleet_figures import BusyMeter, fleet_size_figures, length_figures, weight_figures
+from trainer_svc.fleet_figures import BusyMeter, CutMeter, fleet_size_figures, length_figures, weight_figures
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ class FleetWatch:
         self._fleet = GetFleetResponse()
         self._versions = ListVersionsResponse()
         self._meter = meter
+        self._cut_meter = CutMeter()
         self._counting = False
         self._ask = threading.Event()
         self._ended = False
@@ -56,11 +57,12 @@ class FleetWatch:
         self._ask.set()
 
     def figures(self) -> dict[str, float]:
-        """The newest; nothing is asked."""
+        """The newest, and of what was cut that since the last call; nothing is asked."""
         with self._lock:
             return {
                 "idle/generator": self._meter.idle_share,
                 **fleet_size_figures(self._fleet),
+                **self._cut_meter.figures(self._fleet),
                 **length_figures(self._fleet),
                 **weight_figures(self._versions),
             }

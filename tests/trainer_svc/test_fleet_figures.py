@@ -9,7 +9,7 @@ from streamrl.v1.scheduler_pb2 import (
     LengthRecall,
 )
 from streamrl.v1.weights_pb2 import AcknowledgeRequest, ListVersionsResponse, Receiver
-from trainer_svc.fleet_figures import BusyMeter, fleet_size_figures, length_figures, weight_figures
+from trainer_svc.fleet_figures import BusyMeter, CutMeter, fleet_size_figures, length_figures, weight_figures
 
 
 def fleet(*instances: tuple[int, float, float]) -> GetFleetResponse:
@@ -61,8 +61,15 @@ def test_dead_instances_are_not_part_of_the_fleet() -> None:
         "fleet/instances": 1, "fleet/running": 2, "fleet/waiting": 3, "fleet/moved": 2, "fleet/moved_tokens": 300,
     }  # fmt: skip
     assert fleet_size_figures(state) == figures
-    state.cut, state.cut_tokens = 4, 100
-    assert fleet_size_figures(state) == {**figures, "length/cut_mean": 25}
+
+
+def test_what_was_cut_is_told_once_also_of_a_scheduler_that_began_anew() -> None:
+    meter = CutMeter()
+    assert meter.figures(GetFleetResponse()) == {}
+    assert meter.figures(GetFleetResponse(cut=4, cut_tokens=100)) == {"length/cut_mean": 25}
+    assert meter.figures(GetFleetResponse(cut=4, cut_tokens=100)) == {}
+    assert meter.figures(GetFleetResponse(cut=6, cut_tokens=300)) == {"length/cut_mean": 100}
+    assert meter.figures(GetFleetResponse(cut=2, cut_tokens=20)) == {"length/cut_mean": 10}
 
 
 def test_canaries_count_only_where_there_were_some() -> None:
