@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -102,7 +101,7 @@ def cells(setup: str, answers: Mapping[str, Sequence[Sequence[NotedAnswer]]]) ->
     # Of a ratio of means, by its linear approximation.
     error = float((ours - ratio * theirs).std(ddof=1) / math.sqrt(len(ours)) / theirs.mean())
     told = f"s a batch, mean of {len(ours)}, standard error of the ratio {error:.3f}"
-    moved = sum(answer.handed_over for found in answers["makespan"] for answer in _measured(found))
+    moved = sum(answer.handed_over for found in answers["makespan"] for answer in found if answer.batch in _MEASURED)
     return [
         Cell(f"{setup}/random_fifo", float(theirs.mean()), f"s a batch, mean of {len(theirs)}"),
         Cell(f"{setup}/makespan", float(ours.mean()), told, "random_fifo", ratio, GOAL, ratio <= GOAL),
@@ -112,15 +111,8 @@ def cells(setup: str, answers: Mapping[str, Sequence[Sequence[NotedAnswer]]]) ->
 
 def makespans_s(answers: Sequence[NotedAnswer]) -> np.ndarray:
     """Of each batch after the warm-up: from its first request to its last token."""
-    of_batch: dict[int, list[NotedAnswer]] = defaultdict(list)
-    for answer in _measured(answers):
-        of_batch[answer.batch].append(answer)
-    return np.array(
-        [
-            max(one.ended_s for one in of_batch[batch]) - min(one.asked_s for one in of_batch[batch])
-            for batch in _MEASURED
-        ]
-    )
+    of_batch = [[answer for answer in answers if answer.batch == batch] for batch in _MEASURED]
+    return np.array([max(one.ended_s for one in of) - min(one.asked_s for one in of) for of in of_batch])
 
 
 def check_pace(answers: Iterable[NotedAnswer]) -> None:
@@ -134,10 +126,6 @@ def check_pace(answers: Iterable[NotedAnswer]) -> None:
             raise ValueError(
                 f"{answer.num_tokens} tokens in {took_s:.3f} s, {least_s:.3f} s of a device: no step waited"
             )
-
-
-def _measured(answers: Iterable[NotedAnswer]) -> list[NotedAnswer]:
-    return [answer for answer in answers if answer.batch in _MEASURED]
 
 
 def run(
