@@ -58,7 +58,15 @@ _LOOK_S, _END_S = 0.5, 30.0
 
 
 def measure() -> Result:
-    """All rounds; every other one in the opposite order."""
+    """All rounds; every other one in the opposite order.
+
+    Raises:
+        ValueError: this machine has a GPU.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        raise ValueError("expected engines on cores, which can be slowed down to emulated devices: run without a GPU")
     result = Result(
         "replay",
         {

@@ -85,15 +85,8 @@ class ReplayingEngine(VllmEngine):
 
 
 def _make_engine(settings: GeneratorSettings, instance: str, limits: ModelLimits, source: WeightSource) -> Engine:
-    import torch
-
-    has_gpu = torch.cuda.is_available()
-    of_engine = engines.vllm_settings(settings, instance, limits.max_model_len, has_gpu=has_gpu)
+    of_engine = engines.vllm_settings(settings, instance, limits.max_model_len, has_gpu=False)
     if (settings.run.folder / ON_DEVICES).exists():
-        if has_gpu:
-            raise ValueError(
-                "expected engines on cores, which are slowed down to emulated devices; this machine has a GPU"
-            )
         of_engine = replace(of_engine, worker_class="benchmarks.replay.paced_worker.PacedWorker")
     return ReplayingEngine(
         of_engine,
