@@ -1,5 +1,4 @@
-"""Whole runs of the laptop example with the default dispatch and with round-robin: how long generation takes, and how
-long the trainer waits for it.
+"""Whole runs of the laptop example against round-robin: how long generation takes, and how long the trainer waits.
 
 In mode sync, where a batch's last answer is waited for: in async an instance that is done early has the next batch to
 go on with. 32 groups of 8 answers go to two instances of 64 places: two waves, which round-robin, longest first, nearly

@@ -1,9 +1,13 @@
 """`python -m benchmarks NAME`."""
 
 import ast
+import re
+import sys
 from pathlib import Path
 
-from benchmarks.__main__ import MODULES
+import pytest
+
+from benchmarks.__main__ import MODULES, main
 
 
 def test_every_benchmark_has_a_name() -> None:
@@ -15,3 +19,12 @@ def test_every_benchmark_has_a_name() -> None:
         ):
             modules.add(".".join(path.with_suffix("").parts))
     assert set(MODULES.values()) == modules
+
+
+def test_help_says_what_each_measures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    told = capsys.readouterr().out
+    for name in MODULES:
+        assert re.search(rf"^{name} +[A-Z].*[.]$", told, re.MULTILINE), told
