@@ -21,6 +21,8 @@ class Algorithm:
     """Advantages are those of a critic's values, else the returns themselves."""
     refills: int = 0
     """Dynamic sampling: at most so many times a batch's prompts are asked for in place of those without spread."""
+    has_answer_ratio: bool = False
+    """Its ratios are of whole answers, where the small differences of all their tokens add up."""
     overlong_buffer_share: float = 0.0
     """Of `generator.max_tokens`: the last tokens, in which an answer loses reward."""
 
@@ -41,11 +43,11 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     # Yu et al. 2025 (arXiv 2503.14476), section 3; the buffer as in 4.1: 4,096 of 20,480 tokens.
     "dapo": Algorithm(standardised, "token_mean", 0.2, 0.28, refills=3, overlong_buffer_share=0.2),
     # Ahmadian et al. 2024 (arXiv 2402.14740), over the ratio of whole answers, clipped.
-    "rloo": Algorithm(leave_one_out, "sequence_mean", 0.2, 0.2),
+    "rloo": Algorithm(leave_one_out, "sequence_mean", 0.2, 0.2, has_answer_ratio=True),
     # Hu 2025 (arXiv 2501.03262).
     "reinforce_pp": Algorithm(None, "token_mean", 0.2, 0.2),
     # Zheng et al. 2025 (arXiv 2507.18071), section 5.1: ratios of whole answers stay much nearer to 1.
-    "gspo": Algorithm(standardised, "sequence_mean", 3e-4, 4e-4),
+    "gspo": Algorithm(standardised, "sequence_mean", 3e-4, 4e-4, has_answer_ratio=True),
     # MiniMax-M1 (arXiv 2506.13585), section 3.1: no lower bound; the upper one limits weights, not gradients.
     "cispo": Algorithm(standardised, "token_mean", 1.0, 4.0),
     # Schulman et al. 2017 (arXiv 1707.06347), with the critic and batch normalisation of Ouyang et al. 2022.

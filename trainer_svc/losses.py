@@ -82,13 +82,21 @@ def token_ratio(log_ratio: Tensor, tokens: TokensOfSamples) -> Tensor:
 
 def sequence_mean_ratio(log_ratio: Tensor, tokens: TokensOfSamples) -> Tensor:
     """How much likelier a sample has become, to the power of 1 / its length: the geometric mean of its tokens' ratios
-    (GSPO, Zheng et al. 2025, Eq 7), at each of them. (rows, tokens)."""
-    return _exp(tokens.sums(log_ratio) / tokens.sums(torch.ones_like(log_ratio)).clamp_min(1))
+    (GSPO, Zheng et al. 2025, Eq 7), at each of them. (rows, tokens). A token has its own share of the gradient (Eq 14),
+    so that what is done to its loss is done to it alone."""
+    mean = tokens.sums(log_ratio.detach()) / _lengths(log_ratio, tokens)
+    return _exp(mean + log_ratio - log_ratio.detach())
 
 
 def sequence_ratio(log_ratio: Tensor, tokens: TokensOfSamples) -> Tensor:
-    """How much likelier a sample has become: the product of its tokens' ratios, at each of them. (rows, tokens)."""
-    return _exp(tokens.sums(log_ratio))
+    """How much likelier a sample has become: the product of its tokens' ratios, at each of them. (rows, tokens). A
+    token has its own share of the gradient, times their number: their mean has the gradient of the product."""
+    total = tokens.sums(log_ratio.detach())
+    return _exp(total + (log_ratio - log_ratio.detach()) * _lengths(log_ratio, tokens))
+
+
+def _lengths(log_ratio: Tensor, tokens: TokensOfSamples) -> Tensor:
+    return tokens.sums(torch.ones_like(log_ratio)).clamp_min(1)
 
 
 def clipped_surrogate(ratio: Tensor, logprobs: Tensor, advantages: Tensor, clip: ClipRange) -> Tensor:

@@ -7,7 +7,7 @@ the prompt's keys and values once for each where they are packed.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -62,7 +62,8 @@ class Practice:
     dtype: str
     num_ranks: int
     zero_stage: int
-    micro_batch_tokens: int
+    pass_tokens: int
+    """Most of one forward and backward pass."""
     has_critic: bool
     has_reference: bool
     """A copy of the model's own."""
@@ -71,6 +72,9 @@ class Practice:
     offload_reference: bool
     lora_rank: int
     lora_targets: tuple[str, ...]
+
+
+_PARTS = ("actor", "critic", "reference", "optimizers", "activations")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +88,20 @@ class RankMemory:
     optimizers: int
     """Moments, and master weights."""
     activations: int
-    """Of the largest micro-batch, logits included; 0 where the model's config does not say enough."""
+    """Of the largest pass, logits included; 0 where the model's config does not say enough."""
     snapshot: int
     """Of a version on its way to weights_svc: in rank 0's host memory."""
+    resting: int
+    """On the device while nothing is computed."""
+    offloaded: int
+    """In host memory while it is not needed."""
     peak: int
     """The most of it on the device at one time: less than the sum where parts are offloaded."""
 
     def __str__(self) -> str:
-        parts = ((field.name, getattr(self, field.name)) for field in fields(self))
-        named = [f"{name} {size_text(size)}" for name, size in parts if size and name not in ("peak", "snapshot")]
-        return f"{size_text(self.peak)} ({', '.join(named)})"
+        named = [f"{name} {size_text(size)}" for name in _PARTS if (size := getattr(self, name))]
+        unknown = "" if self.activations else ", and activations, which the model's config does not tell"
+        return f"{size_text(self.peak)} ({', '.join(named)}{unknown})"
 
 
 def size_text(size: int) -> str:
@@ -133,10 +141,13 @@ def rank_memory(shape: ModelShape, practice: Practice) -> RankMemory:
     if not practice.offload_optimizer:
         held += num_learning * optimizer
     brought_in = [activations]
+    offloaded = 0
     if practice.offload_optimizer:
         brought_in.append(optimizer)
+        offloaded += num_learning * optimizer
     if practice.offload_reference:
         brought_in.append(reference)
+        offloaded += reference
     return RankMemory(
         actor=learning,
         critic=learning if practice.has_critic else 0,
@@ -144,12 +155,14 @@ def rank_memory(shape: ModelShape, practice: Practice) -> RankMemory:
         optimizers=num_learning * optimizer,
         activations=activations,
         snapshot=count * dtype_bytes,
+        resting=held,
+        offloaded=offloaded,
         peak=held + max(brought_in),
     )
 
 
 def activation_bytes(config: Mapping[str, Any], practice: Practice) -> int:
-    """What a forward pass of a full micro-batch keeps for its backward pass; 0: the config does not say enough.
+    """What the largest forward pass keeps for its backward pass; 0: the config does not say enough.
 
     Per token and layer, in elements: two norms (input in float32, normalised, scaled), queries, keys, values and what
     attention makes of them, four of the MLP's width. At the end logits and their gradient.
@@ -164,4 +177,4 @@ def activation_bytes(config: Mapping[str, Any], practice: Practice) -> int:
     dtype_bytes = DTYPE_BYTES[practice.dtype]
     layer = 2 * hidden * (_WIDE_BYTES + 2 * dtype_bytes) + (2 * queries + 2 * keys + 4 * inner) * dtype_bytes
     kept = layers * hidden * dtype_bytes + layer if practice.gradient_checkpointing else layers * layer
-    return practice.micro_batch_tokens * (kept + 2 * vocabulary * dtype_bytes)
+    return practice.pass_tokens * (kept + 2 * vocabulary * dtype_bytes)

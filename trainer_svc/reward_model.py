@@ -13,6 +13,7 @@ is away, overloaded (429) or broken (5xx) is asked again, with growing pauses; o
 holds (another 4xx) is given its samples one by one.
 """
 
+import json
 import logging
 import random
 import threading
@@ -167,12 +168,12 @@ class RewardModel:
         import httpx
 
         try:
-            response = self._client.post(self._url, json=body)
+            status, content = self._post(body)
         except httpx.TimeoutException as error:
             raise _AgainError(f"has not answered within {self._limits.timeout_s:g} s (reward.timeout_s)") from error
         except httpx.RequestError as error:
             raise _AgainError(f"cannot be reached ({error})") from error
-        status, text = response.status_code, response.text[:_LONGEST_ANSWER]
+        text = content.decode(errors="replace")[:_LONGEST_ANSWER]
         if status >= 500 or status in _AGAIN:
             raise _AgainError(f"answers with status {status}: {text}")
         self._has_answered, self._away_since_s, self._is_given_up = True, None, False
@@ -184,12 +185,25 @@ class RewardModel:
         if status != 200:
             raise RewardError(f"reward {self._url} answers with status {status}, expected 200: {text}")
         try:
-            rewards = response.json()["rewards"]
+            rewards = json.loads(content)["rewards"]
         except (ValueError, TypeError, KeyError, LookupError) as error:
             raise RewardError(f'reward {self._url}: expected {{"rewards": [number, …]}}, got {text}') from error
         if not isinstance(rewards, list) or len(rewards) != num_samples:
             raise RewardError(f"reward {self._url}: expected rewards of {num_samples} samples, got {text}")
         return [_number(self._url, reward) for reward in rewards]
+
+    def _post(self, body: Mapping[str, Any]) -> tuple[int, bytes]:
+        """Status and content. httpx's own timeout is that of each read: a server that drips would never reach it."""
+        import httpx
+
+        deadline_s = time.monotonic() + self._limits.timeout_s
+        content = bytearray()
+        with self._client.stream("POST", self._url, json=body) as response:
+            for part in response.iter_bytes():
+                content += part
+                if time.monotonic() > deadline_s:
+                    raise httpx.ReadTimeout("the whole answer", request=response.request)
+        return response.status_code, bytes(content)
 
 
 def check_url(name: str) -> None:

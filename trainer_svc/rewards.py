@@ -6,7 +6,7 @@ Where a function runs:
 * `http://…` on a server (trainer_svc/reward_model.py).
 
 A function that raises, hangs, ends its process or returns no finite number makes no reward of 0: the sample has none,
-and whoever asked must treat it as failed.
+and whoever asked must treat it as failed. Only an answer that takes a named reward too much processor time is wrong.
 """
 
 import logging

@@ -12,6 +12,7 @@ from trainer_svc.algorithms import ALGORITHMS
 
 _KL_ESTIMATORS = {"reward": "k1", "loss": "k3"}
 """By `trainer.kl`, where `kl_estimator` is left out."""
+_KL_COEFFICIENT = 1e-3
 _CRITIC_RATE_FACTOR = 10.0
 
 
@@ -22,8 +23,8 @@ class TrainerSection(Section):
     last sample is there. `ppo` trains a critic beside the policy."""
     loss_aggregation: Literal["auto", "token_mean", "sequence_mean", "sequence_sum"] = "auto"
     """token_mean: every token of the batch weighs the same. sequence_mean: every answer does. sequence_sum: the mean
-    over answers of the sum over their tokens, divided by `generator.max_tokens`. auto: what the algorithm is published
-    with (dr_grpo: sequence_sum; rloo and gspo: sequence_mean; else token_mean)."""
+    over answers of the sum over their tokens, divided by `generator.max_tokens`. auto: dr_grpo: sequence_sum; rloo and
+    gspo: sequence_mean; else token_mean (grpo is published with sequence_mean, where long wrong answers weigh less)."""
     num_iterations: PositiveInt = 30
     """Batches to train: one weight version each."""
     steps_per_batch: PositiveInt = 1
@@ -55,7 +56,8 @@ class TrainerSection(Section):
     clipped ratio is to the generator's log-probs. truncated: it is to the policy at the batch's start (decoupled PPO),
     and a token weighs what that finds it likelier than the generator did, at most `importance_limit`. masked: the same,
     and a token whose weight is above `importance_limit` or below its inverse teaches nothing. none: tokens count as
-    on-policy. auto: truncated in mode async, where versions differ, else ratio."""
+    on-policy. auto: truncated in mode async, where versions differ, and with `rloo` and `gspo`, to whose ratios of
+    whole answers what the generator sees differently adds up; else ratio."""
     importance_limit: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 2.0
     """Of the weights of `off_policy` truncated and masked."""
     kl: Literal["none", "reward", "loss"] = "none"
@@ -64,7 +66,7 @@ class TrainerSection(Section):
     answer before the answers of a prompt are compared (algorithms that divide by their deviation make an advantage of
     full size of the divergence alone where the rewards are equal: take loss there). loss: it is added to the loss of
     each token."""
-    kl_coefficient: PositiveFloat = 1e-3
+    kl_coefficient: PositiveFloat = _KL_COEFFICIENT
     """What a nat of divergence weighs."""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
     """k1: the log-ratio. k2: half its square. k3: r - 1 - ln r, never negative. Left out: k1 in the reward, k3 in the
@@ -160,10 +162,16 @@ class TrainerSection(Section):
 
     @model_validator(mode="after")
     def _practice_fits(self) -> "TrainerSection":
-        num_steps = self.num_iterations * self.steps_per_batch
+        warmup = self.critic_warmup_iterations
+        if warmup >= self.num_iterations:
+            raise ValueError(
+                f"trainer.critic_warmup_iterations is {warmup}: the policy would learn in none of the run's "
+                f"{self.num_iterations} iterations (trainer.num_iterations): expected less"
+            )
+        num_steps = (self.num_iterations - warmup) * self.steps_per_batch
         if self.learning_rate_schedule != "constant" and self.warmup_steps >= num_steps:
             raise ValueError(
-                f"trainer.warmup_steps is {self.warmup_steps}: of the run's {num_steps} steps none is left over which "
+                f"trainer.warmup_steps is {self.warmup_steps}: of the policy's {num_steps} steps none is left over which "
                 f"learning_rate_schedule {self.learning_rate_schedule} could fall"
             )
         if self.learning_rate_schedule == "constant" and self.final_learning_rate_share > 0:
@@ -178,6 +186,19 @@ class TrainerSection(Section):
             raise ValueError(
                 "trainer.lora_publish is adapters, and trainer.lora_rank is 0, so that all weights learn and there are "
                 "none: set the rank, such as 16, too, or leave trainer.lora_publish at merged"
+            )
+        if self.kl == "none" and (self.kl_coefficient != _KL_COEFFICIENT or self.kl_estimator is not None):
+            given = "kl_coefficient" if self.kl_estimator is None else "kl_estimator"
+            raise ValueError(f"trainer.{given} is set, and trainer.kl is none: set that to loss or reward, too")
+        of_critic = {
+            "critic_learning_rate": self.critic_learning_rate,
+            "critic_warmup_iterations": warmup,
+            "value_clip": self.value_clip,
+        }
+        if not ALGORITHMS[self.algorithm].has_critic and (given := [name for name in of_critic if of_critic[name]]):
+            raise ValueError(
+                f"trainer.{given[0]} is set, and trainer.algorithm is {self.algorithm}, which has no critic: leave it "
+                "out, or take ppo"
             )
         if "reference" in self.offload and (self.kl == "none" or self.lora_rank > 0):
             why = "trainer.kl is none" if self.kl == "none" else "with trainer.lora_rank it is the policy itself"
@@ -415,7 +436,8 @@ class TrainerSettings(ServiceSettings):
         """The correction, `auto` resolved."""
         if self.trainer.off_policy != "auto":
             return self.trainer.off_policy
-        return "truncated" if self.pipeline.mode == "async" else "ratio"
+        differs = self.pipeline.mode == "async" or ALGORITHMS[self.trainer.algorithm].has_answer_ratio
+        return "truncated" if differs else "ratio"
 
     @property
     def max_refill_prompts(self) -> int:

@@ -125,6 +125,7 @@ def _compare(task: Task, python: Path, folder: Path, told: dict[str, Any]) -> li
     ours = real_run(task.config, values)
     shared = {name: value for name, value in program.items() if name not in ("train", "held_out", "model")}
     told[task.name] = {"both": shared, "ours": {name: str(value) for name, value in values.items()}}
+    told[task.name]["rewards"] = {"ours": ours.rewards, "trl": theirs["rewards"]}
     told["versions_of_trl"] = theirs["versions"]
     return comparison_cells(task.name, ours, theirs, program["prompts_per_batch"] * program["samples_per_prompt"])
 

@@ -119,7 +119,22 @@ def check_memory(settings: Settings) -> MemoryNeeds | None:
             "trainer.gradient_checkpointing, a smaller trainer.micro_batch_tokens, a higher trainer.zero_stage with "
             "more trainer.num_ranks, trainer.offload, or trainer.lora_rank"
         )
+    resting, taken = needs.rank.resting, settings.generator.gpu_memory_utilization
+    shares_device = settings.pipeline.mode == "colocated" and bool(gpus)
+    if shares_device and device_bytes is not None and resting > (1 - taken) * device_bytes:
+        raise ValueError(
+            f"each trainer rank keeps about {size_text(resting)} on its device while the engine there generates with "
+            f"{taken:.0%} of its {size_text(device_bytes)} (pipeline.mode colocated): take a smaller "
+            "generator.gpu_memory_utilization, trainer.offload, or a higher trainer.zero_stage with more "
+            "trainer.num_ranks"
+        )
     available = psutil.virtual_memory().total
+    if gpus and needs.trainer_host > available:
+        raise ValueError(
+            f"the trainer's ranks need about {size_text(needs.trainer_host)} of this machine's memory for what "
+            f"trainer.offload puts there and a snapshot, and it has {size_text(available)}: offload less, or take more "
+            "trainer.num_nodes"
+        )
     if device is None and not gpus and needs.total > available:
         raise ValueError(
             f"the run needs about {needs}, and this machine has {size_text(available)}: take a smaller model or "

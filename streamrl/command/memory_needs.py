@@ -34,6 +34,8 @@ class MemoryNeeds:
     """Of this machine's memory where all devices are its CPUs: all ranks, and a snapshot on its way."""
     generators: int
     """Likewise."""
+    trainer_host: int
+    """Of this machine's memory where all devices are GPUs: what is offloaded to it, and a snapshot on its way."""
 
     @property
     def total(self) -> int:
@@ -73,16 +75,21 @@ def memory_needs(settings: Settings) -> MemoryNeeds | None:
         rank=rank,
         trainer=trainer.num_ranks * (_RANK_BYTES + rank.peak) + rank.snapshot,
         generators=generator.num_instances * each,
+        trainer_host=trainer.num_ranks // trainer.num_nodes * (_RANK_BYTES + rank.offloaded) + rank.snapshot,
     )
 
 
 def _practice(settings: Settings) -> Practice:
     trainer = settings.trainer
+    # An answer that is longer than a micro-batch is one by itself.
+    longest = settings.data.max_prompt_tokens + settings.generator.max_tokens
+    if settings.generator.max_model_len:
+        longest = min(longest, settings.generator.max_model_len)
     return Practice(
         dtype=settings.model.dtype,
         num_ranks=trainer.num_ranks,
         zero_stage=trainer.zero_stage,
-        micro_batch_tokens=trainer.micro_batch_tokens,
+        pass_tokens=max(trainer.micro_batch_tokens, longest),
         has_critic=ALGORITHMS[trainer.algorithm].has_critic,
         has_reference=trainer.kl != "none" and trainer.lora_rank == 0,
         gradient_checkpointing=trainer.gradient_checkpointing,

@@ -1,5 +1,6 @@
 """What is looked at before a run starts."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,8 @@ def test_a_broker_that_does_not_answer_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_run_that_needs_more_memory_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = RankMemory(16 * 10**12, 0, 0, 0, 0, 0, peak=16 * 10**12)
-    too_much = MemoryNeeds(10**12, rank, trainer=16 * 10**12, generators=10**12)
+    rank = RankMemory(16 * 10**12, 0, 0, 0, 0, 0, resting=0, offloaded=0, peak=16 * 10**12)
+    too_much = MemoryNeeds(10**12, rank, trainer=16 * 10**12, generators=10**12, trainer_host=0)
     monkeypatch.setattr(checks, "memory_needs", lambda _settings: too_much)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ValueError, match=r"the run needs about 15832\.5 GiB"):
@@ -81,6 +82,23 @@ def test_a_run_that_needs_more_memory_than_there_is_is_refused(monkeypatch: pyte
     # Where nothing is known of it, nothing is compared.
     monkeypatch.setattr(checks, "smallest_gpu_bytes", lambda _gpus: None)
     assert checks.check_memory(_settings()) == too_much
+
+
+def test_what_stays_beside_an_engine_or_goes_to_the_host_must_have_room_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    gib = 1024**3
+    rank = RankMemory(20 * gib, 0, 0, 0, 0, 0, resting=20 * gib, offloaded=0, peak=40 * gib)
+    needs = MemoryNeeds(10**9, rank, trainer=0, generators=0, trainer_host=gib)
+    monkeypatch.setattr(checks, "memory_needs", lambda _settings: needs)
+    monkeypatch.setattr(checks, "smallest_gpu_bytes", lambda _gpus: 80 * gib)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert checks.check_memory(_settings(pipeline={"mode": "sync"})) == needs
+    with pytest.raises(ValueError, match=r"keeps about 20\.0 GiB .* generates with 90% of its 80\.0 GiB"):
+        checks.check_memory(_settings(pipeline={"mode": "colocated"}))
+    roomy = {"pipeline": {"mode": "colocated"}, "generator": {"gpu_memory_utilization": 0.7}}
+    assert checks.check_memory(_settings(**roomy)) == needs
+    needs = dataclasses.replace(needs, trainer_host=10**15)
+    with pytest.raises(ValueError, match=r"need about 931322\.6 GiB of this machine's memory for what trainer.offload"):
+        checks.check_memory(_settings(pipeline={"mode": "sync"}))
 
 
 def _spawned(place: Any, **stub: Any) -> list[str]:

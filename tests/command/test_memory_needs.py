@@ -58,10 +58,40 @@ def test_the_settings_decide_what_there_is(model: Path) -> None:
     assert _needs(model, **both, offload=["optimizer"]).rank.peak < _needs(model, **both).rank.peak
 
 
+def test_what_is_offloaded_is_on_the_host_of_gpus(model: Path) -> None:
+    kept = _needs(model, kl="loss", num_ranks=4, num_nodes=2)
+    assert kept.trainer_host == 2 * GIB + 4 * COUNT
+    moved = _needs(model, kl="loss", num_ranks=4, num_nodes=2, offload=["optimizer", "reference"])
+    assert moved.trainer_host == kept.trainer_host + 2 * (8 + 4) * COUNT
+    assert moved.rank.resting == kept.rank.resting - (8 + 4) * COUNT == moved.rank.actor
+
+
+def test_an_answer_that_is_longer_than_a_micro_batch_is_counted_whole(tmp_path: Path) -> None:
+    save_file({"a.weight": np.zeros((4, 4), np.float32)}, tmp_path / "a.safetensors")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 9, "intermediate_size": 8, "num_attention_heads": 1}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+
+    def activations(micro_batch_tokens: int, **generator: int) -> int:
+        settings = Settings.model_validate(
+            {
+                "model": {"path": str(tmp_path)},
+                "data": {"max_prompt_tokens": 1000},
+                "generator": generator,
+                "trainer": {"micro_batch_tokens": micro_batch_tokens},
+            }
+        )
+        needs = memory_needs(settings)
+        assert needs is not None
+        return needs.rank.activations
+
+    assert activations(4000, max_tokens=7000) == activations(8000, max_tokens=10) > 0
+    assert activations(4000, max_tokens=7000, max_model_len=7500) == activations(7500, max_tokens=10)
+
+
 def test_what_takes_the_memory_is_told_by_part(model: Path) -> None:
     told = str(_needs(model, algorithm="ppo", kl="reward"))
     assert "trainer 1.0 GiB, generators 4.0 GiB" in told
-    assert "(actor 5 MiB, critic 5 MiB, reference 3 MiB, optimizers 10 MiB)" in told
+    assert "(actor 5 MiB, critic 5 MiB, reference 3 MiB, optimizers 10 MiB, and activations, which" in told
     assert "a snapshot of 3 MiB" in told
 
 

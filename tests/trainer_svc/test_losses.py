@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from trainer_svc.algorithms import ALGORITHMS
 from trainer_svc.losses import (
     AGGREGATIONS,
     KL_ESTIMATORS,
@@ -23,6 +24,7 @@ from trainer_svc.losses import (
     aggregation_of,
     kl_k3,
     policy_loss,
+    token_ratio,
     value_loss,
 )
 from trainer_svc.token_logprobs import token_logprobs
@@ -263,6 +265,30 @@ def test_the_ratio_of_an_answer_is_its_likelihoods(algorithm, exponent):
     ratio = math.exp(exponent * 0.1)
     assert loss.item() == pytest.approx(-0.7 * ratio)
     assert gradient.tolist()[0] == pytest.approx([-0.7 * ratio * exponent] * 3)
+
+
+@pytest.mark.parametrize(("algorithm", "exponent"), [("gspo", 1 / 3), ("rloo", 1.0)])
+@pytest.mark.parametrize(("off_policy", "weights"), [("truncated", [0.4, 1.0, 2.0]), ("masked", [0.0, 1.0, 0.0])])
+def test_a_token_of_an_answer_that_has_one_ratio_has_a_weight_of_its_own(algorithm, exponent, off_policy, weights):
+    importance = torch.tensor([[0.4, 1.0, 3.0]])
+    logprobs = torch.full((1, 3), -1.0, requires_grad=True)
+    thirds = torch.full((1, 3), 1 / 3)
+    loss, _, _ = _micro_batch_loss(
+        logprobs,
+        -1.0 - importance.log(),
+        torch.tensor([2.0]),
+        thirds,
+        thirds > 0,
+        algorithm,
+        off_policy=off_policy,
+    )
+    loss.backward()
+    assert logprobs.grad.tolist()[0] == pytest.approx([-2.0 * exponent * weight for weight in weights])
+
+
+def test_settings_know_whose_ratios_are_of_whole_answers():
+    by_answer = {name for name, surrogate in SURROGATES.items() if surrogate.ratio is not token_ratio}
+    assert {name for name, algorithm in ALGORITHMS.items() if algorithm.has_answer_ratio} == by_answer
 
 
 def test_an_answers_ratio_leaves_padding_out():

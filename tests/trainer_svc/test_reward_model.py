@@ -1,5 +1,6 @@
 """Tests of trainer_svc.reward_model, against a real server."""
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,8 @@ class Server(ThreadingHTTPServer):
         self.gate = threading.Event()
         self.gate.set()
         self.seen = threading.Semaphore(0)
+        self.drips_s = 0.0
+        self.ended = threading.Event()
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 
     @property
@@ -42,6 +45,7 @@ class Server(ThreadingHTTPServer):
 
     def close(self) -> None:
         self.gate.set()
+        self.ended.set()
         self.shutdown()
         self.server_close()
 
@@ -58,9 +62,20 @@ class Handler(BaseHTTPRequestHandler):
         status, answer = self.server.answer(body["samples"])
         content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         self.send_response(status)
+        if self.server.drips_s:
+            self._drip()
+            return
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
+
+    def _drip(self) -> None:
+        """Blanks, for ever."""
+        self.send_header("Content-Length", str(10**6))
+        self.end_headers()
+        with contextlib.suppress(OSError):  # the client goes
+            while not self.server.ended.wait(self.server.drips_s):
+                self.wfile.write(b" ")
 
     def log_message(self, format: str, *args: Any) -> None: ...
 
@@ -120,6 +135,15 @@ def test_a_server_that_is_overloaded_broken_or_slow_is_asked_again(
     server.answer = lambda _samples: next(answers)
     assert client.submit(sample("x")).result(WAIT_S) == 1.0
     assert len(server.requests) == 4
+
+
+def test_a_server_that_drips_its_answer_is_not_waited_for(
+    server: Server, model: Callable[..., RewardModel]
+) -> None:
+    client = model(timeout_s=0.2, patience_s=0.1)
+    server.drips_s = 0.02
+    with pytest.raises(RewardError, match=r"has not answered within 0\.2 s \(reward\.timeout_s\)"):
+        client.submit(sample("x")).result(WAIT_S)
 
 
 def test_a_server_that_comes_back_is_found_and_one_that_does_not_costs_samples_only(

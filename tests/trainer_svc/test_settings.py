@@ -32,7 +32,7 @@ from trainer_svc.settings import TrainerSettings
         ({"run": {"seed": -1}}, "greater than or equal to 0"),
         (
             {"trainer": {"learning_rate_schedule": "cosine", "num_iterations": 10, "warmup_steps": 10}},
-            "of the run's 10 steps none is left over which learning_rate_schedule cosine could fall",
+            "the policy's 10 steps none is left over which learning_rate_schedule cosine could fall",
         ),
         ({"trainer": {"final_learning_rate_share": 0.1}}, "the learning rate stays constant"),
         ({"trainer": {"lora_alpha": 16}}, "trainer.lora_alpha is set, and trainer.lora_rank is 0"),
@@ -41,6 +41,26 @@ from trainer_svc.settings import TrainerSettings
         (
             {"trainer": {"lora_publish": "adapters", "lora_rank": 8}, "weights": {"fabric": "rail"}},
             "lora_publish is adapters, and weights.fabric is 'rail'",
+        ),
+        ({"trainer": {"kl_coefficient": 0.1}}, "trainer.kl_coefficient is set, and trainer.kl is none"),
+        ({"trainer": {"kl_estimator": "k2"}}, "trainer.kl_estimator is set, and trainer.kl is none"),
+        ({"trainer": {"value_clip": 0.2}}, "trainer.value_clip is set, and trainer.algorithm is grpo, which has no"),
+        ({"trainer": {"critic_warmup_iterations": 2}}, "critic_warmup_iterations is set, and trainer.algorithm is grpo"),
+        (
+            {"trainer": {"algorithm": "ppo", "critic_warmup_iterations": 5, "num_iterations": 5}},
+            "critic_warmup_iterations is 5: the policy would learn in none of the run's 5 iterations",
+        ),
+        (
+            {
+                "trainer": {
+                    "algorithm": "ppo",
+                    "critic_warmup_iterations": 4,
+                    "num_iterations": 10,
+                    "learning_rate_schedule": "linear",
+                    "warmup_steps": 6,
+                }
+            },
+            "the policy's 6 steps none is left",
         ),
         ({"trainer": {"offload": ["reference"]}}, "there is none to move: trainer.kl is none"),
         ({"trainer": {"offload": ["reference"], "kl": "loss", "lora_rank": 8}}, "it is the policy itself"),
@@ -96,6 +116,9 @@ def test_adapters_weigh_twice_their_rank_unless_told_otherwise() -> None:
 def test_what_older_versions_drew_is_corrected_where_versions_differ() -> None:
     for mode, expected in (("sync", "ratio"), ("colocated", "ratio"), ("async", "truncated")):
         assert TrainerSettings.model_validate({"pipeline": {"mode": mode}}).off_policy == expected
+        for algorithm in ("gspo", "rloo"):
+            of_answers = {"pipeline": {"mode": mode}, "trainer": {"algorithm": algorithm}}
+            assert TrainerSettings.model_validate(of_answers).off_policy == "truncated"
     given = {"pipeline": {"mode": "async"}, "trainer": {"off_policy": "none"}}
     assert TrainerSettings.model_validate(given).off_policy == "none"
 

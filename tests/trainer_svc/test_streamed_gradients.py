@@ -50,7 +50,7 @@ from trainer_svc.reference import Reference
 from trainer_svc.rows import RowCost
 from trainer_svc.sharded_model import OptimizerRules, Sharding
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
 
 _REPOSITORY = Path(__file__).parents[2]
 _STAGES = (0, 1, 2, 3)
@@ -288,6 +288,12 @@ def _error(streamed: Steps, whole: Steps) -> float:
     return max(errors)
 
 
+def test_of_each_algorithm_the_pieces_have_the_gradient_of_the_whole(ranks: Ranks) -> None:
+    for case in {case.algorithm: case for case in _cases()}.values():
+        assert _error(_streamed(case, 2, ranks), _in_one_pass(case)) < _TOLERANCE, case
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", _STAGES)
 def test_on_one_rank_the_pieces_have_the_gradient_of_the_whole(ranks: Ranks, zero_stage: int) -> None:
     for case in _cases():
@@ -306,6 +312,7 @@ def _two_ranks(errors: Path, zero_stage: int) -> None:
             errors.write_text(json.dumps(found))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", _STAGES)
 def test_on_two_ranks_the_pieces_have_the_gradient_of_the_whole(tmp_path: Path, zero_stage: int) -> None:
     errors = tmp_path / "errors.json"
