@@ -83,5 +83,6 @@ def vllm_settings(settings: GeneratorSettings, instance: str, max_model_len: int
         enable_sleep_mode=has_gpu and settings.pipeline.mode == "colocated",
         kv_cache_gib=generator.kv_cache_gib or (None if has_gpu else _KV_CACHE_GIB_ON_CPU),
         gpu_memory_utilization=generator.gpu_memory_utilization,
+        in_one_process=not has_gpu and generator.tensor_parallel_size == 1,
         cpu_cores="|".join(",".join(str(core) for core in worker) for worker in cores),
     )

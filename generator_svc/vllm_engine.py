@@ -15,7 +15,7 @@ from generator_svc.engine import GenerationRequest, GenerationResult, SwitchRepo
 from generator_svc.fabric_receiver import FabricReceiver
 from generator_svc.prefetcher import Prefetcher
 from generator_svc.step_latencies import StepSpeed
-from generator_svc.vllm_settings import VllmSettings, prepare_environment
+from generator_svc.vllm_settings import VllmSettings, bind_threads_of_one_process, prepare_environment
 from generator_svc.weight_fetcher import FetchedVersion, WeightSource
 from streamrl.errors import EngineDiedError
 from streamrl.v1.scheduler_pb2 import EngineProfile
@@ -32,6 +32,9 @@ Answer = TypeVar("Answer")
 
 _BACKEND = "streamrl"
 """weight_transfer.BACKEND; that module needs torch, this one is imported without."""
+_ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""By its name, which vLLM takes on CPUs too: as "uni" it starts a process all the same, for it cannot set the
+environment of threads in its own. `prepare_environment` does."""
 _DIED = "the inference engine died; its own lines above say why"
 _NEVER_LOADED = "default"
 """vLLM's name of the weights that it began with."""
@@ -99,6 +102,7 @@ class VllmEngine:
             max_num_seqs=settings.max_running,
             tensor_parallel_size=settings.tensor_parallel_size,
             worker_cls=settings.worker_class,
+            distributed_executor_backend=_ONE_PROCESS if settings.in_one_process else None,
             enforce_eager=settings.enforce_eager,
             enable_sleep_mode=settings.enable_sleep_mode,
             gpu_memory_utilization=settings.gpu_memory_utilization,
@@ -111,6 +115,7 @@ class VllmEngine:
             weight_transfer_config=WeightTransferConfig(backend=_BACKEND),
             disable_log_stats=False,
         )
+        bind_threads_of_one_process(settings)
         self._llm_or_none = AsyncLLM.from_engine_args(arguments, stat_loggers=[StepRecorder])
 
     def sampling(self, request: GenerationRequest) -> "SamplingParams":

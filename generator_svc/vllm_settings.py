@@ -38,6 +38,9 @@ class VllmSettings:
     """CPUs: cores that each worker is bound to, such as "0" or, for two workers, "0-3|4-7". Empty: not bound."""
     cpu_threads: int = 1
     """CPUs: threads of a worker that is not bound to cores."""
+    in_one_process: bool = False
+    """CPUs, one worker: it computes in the process that schedules, so that nothing of a step is sent from one to the
+    other."""
     worker_class: str = "auto"
     """Class of the workers, as "module.Class". "auto": vLLM's own for this machine."""
 
@@ -71,3 +74,11 @@ def prepare_environment(settings: VllmSettings) -> None:
     )
     if not settings.cpu_cores:
         os.environ["OMP_NUM_THREADS"] = str(settings.cpu_threads)
+
+
+def bind_threads_of_one_process(settings: VllmSettings) -> None:
+    """Sets what vLLM sets for a worker that it starts, for the engine's process that is started next. Call it when
+    PyTorch is loaded: its OpenMP reads it then, and would bind this process too."""
+    if settings.in_one_process and settings.cpu_cores:
+        cores = settings.cpu_cores.split(",")
+        os.environ.update({"OMP_NUM_THREADS": str(len(cores)), "GOMP_CPU_AFFINITY": " ".join(cores)})

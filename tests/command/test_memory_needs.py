@@ -68,7 +68,13 @@ def test_what_is_offloaded_is_on_the_host_of_gpus(model: Path) -> None:
 
 def test_an_answer_that_is_longer_than_a_micro_batch_is_counted_whole(tmp_path: Path) -> None:
     save_file({"a.weight": np.zeros((4, 4), np.float32)}, tmp_path / "a.safetensors")
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 9, "intermediate_size": 8, "num_attention_heads": 1}
+    sizes = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "vocab_size": 9,
+        "intermediate_size": 8,
+        "num_attention_heads": 1,
+    }
     (tmp_path / "config.json").write_text(json.dumps(sizes))
 
     def activations(micro_batch_tokens: int, **generator: int) -> int:

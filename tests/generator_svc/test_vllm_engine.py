@@ -78,6 +78,7 @@ class Lab:
         self.runner = asyncio.Runner()
         usual = {"max_running": 16, "max_model_len": MAX_MODEL_LEN, "dtype": "float32", "kv_cache_gib": 0.05}
         usual["step_tokens"] = MAX_MODEL_LEN
+        usual["in_one_process"] = "tensor_parallel_size" not in changes
         source = WeightSource(published.address, "run", attempt=1, receiver="g", site="a", patience_s=5.0)
         self.engine = self.run(self._make(VllmSettings(**{**usual, **changes}), source))
         before = descendants(os.getpid())
@@ -86,7 +87,7 @@ class Lab:
         names = [process.name() for process in self.processes]
         assert "VLLM::EngineCore" in names
         num_workers = sum(name.startswith("VLLM::Worker") for name in names)
-        assert num_workers == changes.get("tensor_parallel_size", 1)
+        assert num_workers == changes.get("tensor_parallel_size", 0)
         assert (report.weight_version, report.digest) == (first, self.manifests[first].digest)
 
     async def _make(self, settings: VllmSettings, source: WeightSource) -> VllmEngine:
@@ -431,12 +432,12 @@ def test_a_version_that_does_not_fit_the_model_costs_the_engine(keeping_lab: Lab
     assert not still_alive({process for process in keeping_lab.processes if "VLLM" in process.name()})
 
 
-def test_when_a_worker_is_killed_everything_that_waits_fails(lab: Lab) -> None:
+def test_when_its_process_is_killed_everything_that_waits_fails(lab: Lab) -> None:
     async def scenario() -> None:
-        (worker,) = (process for process in lab.processes if process.name() == "VLLM::Worker")
+        (core,) = (process for process in lab.processes if process.name() == "VLLM::EngineCore")
         tasks = [asyncio.create_task(lab.engine.generate(request(n, max_tokens=250, stop=False))) for n in range(40)]
         await begun(lab.engine)
-        worker.kill()
+        core.kill()
         async with asyncio.timeout(END_S):
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(outcome, EngineDiedError) for outcome in outcomes)

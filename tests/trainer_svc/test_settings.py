@@ -45,7 +45,10 @@ from trainer_svc.settings import TrainerSettings
         ({"trainer": {"kl_coefficient": 0.1}}, "trainer.kl_coefficient is set, and trainer.kl is none"),
         ({"trainer": {"kl_estimator": "k2"}}, "trainer.kl_estimator is set, and trainer.kl is none"),
         ({"trainer": {"value_clip": 0.2}}, "trainer.value_clip is set, and trainer.algorithm is grpo, which has no"),
-        ({"trainer": {"critic_warmup_iterations": 2}}, "critic_warmup_iterations is set, and trainer.algorithm is grpo"),
+        (
+            {"trainer": {"critic_warmup_iterations": 2}},
+            "critic_warmup_iterations is set, and trainer.algorithm is grpo",
+        ),
         (
             {"trainer": {"algorithm": "ppo", "critic_warmup_iterations": 5, "num_iterations": 5}},
             "critic_warmup_iterations is 5: the policy would learn in none of the run's 5 iterations",
