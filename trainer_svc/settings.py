@@ -171,8 +171,8 @@ class TrainerSection(Section):
         num_steps = (self.num_iterations - warmup) * self.steps_per_batch
         if self.learning_rate_schedule != "constant" and self.warmup_steps >= num_steps:
             raise ValueError(
-                f"trainer.warmup_steps is {self.warmup_steps}: of the policy's {num_steps} steps none is left over which "
-                f"learning_rate_schedule {self.learning_rate_schedule} could fall"
+                f"trainer.warmup_steps is {self.warmup_steps}: of the policy's {num_steps} steps none is left over "
+                f"which learning_rate_schedule {self.learning_rate_schedule} could fall"
             )
         if self.learning_rate_schedule == "constant" and self.final_learning_rate_share > 0:
             raise ValueError(
@@ -195,10 +195,11 @@ class TrainerSection(Section):
             "critic_warmup_iterations": warmup,
             "value_clip": self.value_clip,
         }
-        if not ALGORITHMS[self.algorithm].has_critic and (given := [name for name in of_critic if of_critic[name]]):
+        without_critic = [name for name in of_critic if of_critic[name]]
+        if without_critic and not ALGORITHMS[self.algorithm].has_critic:
             raise ValueError(
-                f"trainer.{given[0]} is set, and trainer.algorithm is {self.algorithm}, which has no critic: leave it "
-                "out, or take ppo"
+                f"trainer.{without_critic[0]} is set, and trainer.algorithm is {self.algorithm}, which has no critic: "
+                "leave it out, or take ppo"
             )
         if "reference" in self.offload and (self.kl == "none" or self.lora_rank > 0):
             why = "trainer.kl is none" if self.kl == "none" else "with trainer.lora_rank it is the policy itself"
