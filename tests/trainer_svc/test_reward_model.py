@@ -71,6 +71,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _drip(self) -> None:
         """Blanks, for ever."""
+        self.close_connection = True
         self.send_header("Content-Length", str(10**6))
         self.end_headers()
         with contextlib.suppress(OSError):  # the client goes
