@@ -73,7 +73,7 @@ def main(task_file: str, result_file: str) -> None:
         args=trl.GRPOConfig(
             output_dir=str(Path(result_file).with_suffix(".trl")),
             use_cpu=True,
-            bf16=False,
+            bf16=task["dtype"] == "bfloat16",
             max_steps=task["num_iterations"],
             per_device_train_batch_size=task["rows_at_once"],
             gradient_accumulation_steps=batch_size // task["rows_at_once"],
