@@ -47,8 +47,8 @@ POLICIES: dict[str, dict[str, Any]] = {
     "makespan": {},
     "round_robin": {"scheduler.dispatch": "round_robin", "scheduler.moves": "none"},
 }
-STEP_MS, PREFILL_TOKEN_MS = {1: 4.3, 4: 4.3, 16: 4.6, 64: 11.0}, 0.054
-"""By `streamrl profile examples/laptop.toml --set generator.profile_s=10`, medians of three."""
+STEP_MS, PREFILL_TOKEN_MS = {1: 2.1, 4: 2.6, 16: 3.5, 64: 6.2}, 0.047
+"""By `streamrl profile examples/laptop.toml --set generator.profile_s=10`, medians of eight."""
 TRAIN_TOKEN_S = 4e-5
 """In mode colocated, where the trainer has the machine to itself: time/train_s over the tokens of a batch."""
 LOAD_S = 0.02
