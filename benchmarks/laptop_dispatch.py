@@ -10,10 +10,10 @@ of the trainer as long as its own there, and answers are as long as right ones. 
 other, for an epoch, in which lengths are learned, and half of the next, whose prompts were answered before.
 
 With real compute two engines and a trainer share the threads of the machine: what one leaves idle others use, so that
-dispatch can change little. There the two runs of a seed take turns in going first, for half of an epoch.
+dispatch can change little. There the two runs of a seed take turns, a batch each (benchmarks/turns.py), for an epoch.
 
-Batch is compared with batch, over all seeds. Each finished run is kept in `runs/laptop_dispatch`, and is not done
-again; remove the folder to begin anew. Half an hour.
+Batch is compared with batch, over all seeds. Each finished pair of runs is kept in `runs/laptop_dispatch`, and is not
+done again; remove the folder to begin anew. Forty minutes.
 """
 
 import json
@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,10 @@ from benchmarks.emulation.fleet import Nursery, run_services
 from benchmarks.emulation.plan import Emulation, prompt_key
 from benchmarks.length_ranker import laptop_prompts
 from benchmarks.result import Cell, Result
+from benchmarks.turns import in_turns
 from streamrl.command.resolve import resolve
 from streamrl.planning.forecast import Array
+from streamrl.run_folder import RunFolder
 from streamrl.whole_file import replace_file
 
 logger = logging.getLogger(__name__)
@@ -52,9 +55,9 @@ STEP_MS, PREFILL_TOKEN_MS = {1: 2.1, 4: 2.6, 16: 3.5, 64: 6.2}, 0.047
 TRAIN_TOKEN_S = 4e-5
 """In mode colocated, where the trainer has the machine to itself: time/train_s over the tokens of a batch."""
 LOAD_S = 0.02
+EPOCH_ITERATIONS = 64
 _CONFIG = Path("examples/laptop.toml")
 _SETTINGS: dict[str, Any] = {"pipeline.mode": "sync", "eval.every": 0}
-EPOCH_ITERATIONS = 64
 _EMULATED: dict[str, Any] = {
     "trainer.num_iterations": EPOCH_ITERATIONS * 3 // 2,
     "generator.engine": "fake",
@@ -63,7 +66,7 @@ _EMULATED: dict[str, Any] = {
     "trainer.kl": "loss",
     "eval.num_prompts": 1,
 }
-_REAL: dict[str, Any] = {"trainer.num_iterations": 30, "eval.num_prompts": 64}
+_REAL: dict[str, Any] = {"trainer.num_iterations": EPOCH_ITERATIONS, "eval.num_prompts": 64}
 _FIGURES = ("time/generation_s", "time/wait_s", "time/iteration_s", "length/mean")
 _KEPT = Path("runs") / "laptop_dispatch"
 
@@ -83,16 +86,9 @@ class DispatchRun:
 
 def measure() -> Result:
     """All runs, as far as they are not kept."""
-    emulated: dict[str, list[DispatchRun]] = {policy: [] for policy in POLICIES}
-    real: dict[str, list[DispatchRun]] = {policy: [] for policy in POLICIES}
-    with closing(Nursery()) as nursery, ThreadPoolExecutor(len(POLICIES)) as threads:
-        for seed in range(NUM_SEEDS):
-            beside = {policy: threads.submit(_emulated_run, nursery, policy, seed) for policy in POLICIES}
-            for policy, run in beside.items():
-                emulated[policy].append(run.result())
-    for seed in range(NUM_SEEDS):
-        for policy in list(POLICIES)[:: -1 if seed % 2 else 1]:
-            real[policy].append(_real_run(policy, seed))
+    with closing(Nursery()) as nursery:
+        emulated = _by_policy(partial(_emulated_runs, nursery))
+    real = _by_policy(_real_runs)
     emulation = _emulation({}).model_dump(exclude={"answer_tokens", "longest_answer"})
     settings = {"num_seeds": NUM_SEEDS, **_SETTINGS, "policies": POLICIES, "emulated": _EMULATED, "real": _REAL}
     found = [
@@ -102,6 +98,16 @@ def measure() -> Result:
         *cells("real", real),
     ]
     return Result("laptop_dispatch", settings | {"emulation": emulation}, found)
+
+
+def _by_policy(pair: Callable[[int], Mapping[str, DispatchRun]]) -> dict[str, list[DispatchRun]]:
+    """The runs of all seeds.
+
+    Args:
+        pair: those of one seed.
+    """
+    pairs = [pair(seed) for seed in range(NUM_SEEDS)]
+    return {policy: [of_seed[policy] for of_seed in pairs] for policy in POLICIES}
 
 
 def _stretch(runs: Mapping[str, Sequence[DispatchRun]], first: int, end: int | None) -> dict[str, list[DispatchRun]]:
@@ -164,16 +170,19 @@ def _by_seed(runs: Sequence[DispatchRun], name: str) -> Array:
     return np.array([getattr(run, name) for run in runs], dtype=np.float64)
 
 
-def _emulated_run(nursery: Nursery, policy: str, seed: int) -> DispatchRun:
-    setup = _setup(policy, seed, _EMULATED)
+def _emulated_runs(nursery: Nursery, seed: int) -> Mapping[str, DispatchRun]:
     emulation = _emulation({prompt_key(one.example.token_ids): one.example.lengths[0] for one in laptop_prompts(seed)})
+    told = {"emulation": emulation.model_dump_json(exclude={"answer_tokens"})}
 
-    def do(folder: Path) -> Mapping[str, Any]:
-        settings = resolve(_CONFIG, [*_assignments(setup), f"run.dir={folder}", "run.id=emulated"])
-        return run_services(nursery, emulation, settings).summary
+    def do(planned: Sequence[_Planned]) -> list[Mapping[str, Any]]:
+        def one(run: _Planned) -> Mapping[str, Any]:
+            settings = resolve(_CONFIG, [*run.assignments, f"run.dir={run.folder}", "run.id=emulated"])
+            return run_services(nursery, emulation, settings).summary
 
-    told = emulation.model_dump_json(exclude={"answer_tokens"})
-    return _kept_or_done(f"emulated-{policy}-{seed}", {**setup, "emulation": told}, do)
+        with ThreadPoolExecutor(len(planned)) as threads:
+            return list(threads.map(one, planned))
+
+    return _kept_or_done("emulated", seed, _EMULATED, told, do)
 
 
 def _emulation(answer_tokens: dict[str, int]) -> Emulation:
@@ -189,45 +198,75 @@ def _emulation(answer_tokens: dict[str, int]) -> Emulation:
     )
 
 
-def _real_run(policy: str, seed: int) -> DispatchRun:
-    name, setup = f"real-{policy}-{seed}", _setup(policy, seed, _REAL)
+def _real_runs(seed: int) -> Mapping[str, DispatchRun]:
+    def do(planned: Sequence[_Planned]) -> list[Mapping[str, Any]]:
+        return in_turns([(RunFolder(run.folder / run.name), partial(one, run)) for run in planned])
 
-    def do(folder: Path) -> Mapping[str, Any]:
-        return run_whole(name, _CONFIG, _assignments(setup), folder, log=folder / "progress.log")
+    def one(run: _Planned) -> Mapping[str, Any]:
+        return run_whole(run.name, _CONFIG, run.assignments, run.folder, log=run.folder / "progress.log")
 
-    return _kept_or_done(name, setup, do)
-
-
-def _setup(policy: str, seed: int, world: Mapping[str, Any]) -> dict[str, str]:
-    values = {"run.seed": seed, **_SETTINGS, **world, **POLICIES[policy]}
-    return {name: str(value) for name, value in values.items()}
+    return _kept_or_done("real", seed, _REAL, {}, do)
 
 
-def _assignments(setup: Mapping[str, str]) -> list[str]:
-    return [f"{name}={value}" for name, value in setup.items()]
+@dataclass(frozen=True)
+class _Planned:
+    """A run to be done."""
+
+    name: str
+    setup: Mapping[str, str]
+    folder: Path
+    """Is there, empty, and stays if the run fails."""
+    assignments: Sequence[str]
 
 
-def _kept_or_done(name: str, setup: Mapping[str, str], do: Callable[[Path], Mapping[str, Any]]) -> DispatchRun:
-    """
+def _kept_or_done(
+    world: str,
+    seed: int,
+    world_settings: Mapping[str, Any],
+    told: Mapping[str, str],
+    do: Callable[[Sequence[_Planned]], Sequence[Mapping[str, Any]]],
+) -> dict[str, DispatchRun]:
+    """The pair of a seed, by policy.
+
     Args:
-        do: does the run in a folder that is there, and returns its summary. If it fails, the folder stays.
+        told: what else the runs are done with.
+        do: does them, and returns their summaries.
     """
-    file = _KEPT / f"{name}.json"
-    if file.is_file():
-        kept = DispatchRun(**json.loads(file.read_text()))
-        if kept.setup == setup:
-            return kept
-    folder = (_KEPT / name).absolute()
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    tracker = do(folder)["mlflow"]
+    planned = {}
+    for policy, of_policy in POLICIES.items():
+        values = {"run.seed": seed, **_SETTINGS, **world_settings, **of_policy}
+        setup = {name: str(value) for name, value in values.items()}
+        name = f"{world}-{policy}-{seed}"
+        assignments = [f"{key}={value}" for key, value in setup.items()]
+        planned[policy] = _Planned(name, {**setup, **told}, (_KEPT / name).absolute(), assignments)
+    kept = {policy: run for policy, one in planned.items() if (run := _kept(one)) is not None}
+    if len(kept) == len(planned):
+        return kept
+    for one in planned.values():
+        shutil.rmtree(one.folder, ignore_errors=True)
+        one.folder.mkdir(parents=True)
+    summaries = do(list(planned.values()))
+    return {
+        policy: _keep(one, summary["mlflow"]) for (policy, one), summary in zip(planned.items(), summaries, strict=True)
+    }
+
+
+def _kept(planned: _Planned) -> DispatchRun | None:
+    file = planned.folder.with_suffix(".json")
+    if not file.is_file():
+        return None
+    kept = DispatchRun(**json.loads(file.read_text()))
+    return kept if kept.setup == planned.setup else None
+
+
+def _keep(planned: _Planned, tracker: Mapping[str, str]) -> DispatchRun:
     figures = logged_figures(tracker["tracking_uri"], tracker["run_id"], _FIGURES)
     generation_s, wait_s, iteration_s, length_mean = (
         list(figures[figure].values)[WARM_UP_ITERATIONS:] for figure in _FIGURES
     )
-    shutil.rmtree(folder)
-    logger.info("%s: %.2f s a batch", name, np.mean(generation_s))
+    shutil.rmtree(planned.folder)
+    logger.info("%s: %.2f s a batch", planned.name, np.mean(generation_s))
     idle = [wait / whole for wait, whole in zip(wait_s, iteration_s, strict=True)]
-    done = DispatchRun(setup, generation_s, idle, length_mean)
-    replace_file(file, json.dumps(asdict(done)), flush=True)
+    done = DispatchRun(planned.setup, generation_s, idle, length_mean)
+    replace_file(planned.folder.with_suffix(".json"), json.dumps(asdict(done)), flush=True)
     return done
