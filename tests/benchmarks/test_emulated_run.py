@@ -22,7 +22,8 @@ def test_emulated_services_train_every_sample_of_every_batch(
     settings: dict[str, str], global_barrier: bool, staleness_max: int
 ) -> None:
     emulation = Emulation(
-        speed=500.0,
+        # Looks at the processes are half a second apart, and two must fall into the one iteration that counts.
+        speed=100.0,
         longest_answer=500,
         max_running=64,
         step_ms={1: 300.0, 64: 400.0},
