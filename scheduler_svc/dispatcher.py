@@ -17,6 +17,7 @@ from scheduler_svc.samples import SampleBook
 from scheduler_svc.settings import SchedulerSettings
 from streamrl.identity import SampleKey, sample_seed
 from streamrl.planning.dispatch import InstanceLoad, Piece, named_policy, plan
+from streamrl.planning.iteration import TrainerPace
 from streamrl.v1.records_pb2 import Assignment, SampleDraw
 
 _PART = 250
@@ -51,12 +52,14 @@ class Draft:
         lengths: LengthEstimates,
         *,
         policy: str,
+        trainer_pace: TrainerPace | None,
         seed: int,
     ) -> None:
         """
         Args:
             groups: the samples, by group.
             lives: one or more.
+            trainer_pace: as for `plan`.
             seed: of policies that draw.
         """
         self.batch = batch
@@ -64,6 +67,7 @@ class Draft:
         self._lives = lives
         self._lengths = lengths
         self._policy = policy
+        self._trainer_pace = trainer_pace
         self._seed = seed
         self._placed: list[Placing] = []
         """Samples that were taken back for a certain instance."""
@@ -138,6 +142,7 @@ class Draft:
                 self._loads,
                 length_p50=self._length_p50,
                 length_p90=self._length_p90,
+                trainer_pace=self._trainer_pace,
                 seed=self._seed,
             )
             placed += [Placing(piece, life) for name, life in self._places.items() for piece in shares.get(name, ())]
@@ -151,16 +156,30 @@ class Dispatcher:
         self._settings = settings
         self._samples = samples
         self._pins_training = settings.weights.one_version_per_batch
+        self._waits_for_trainer = settings.pipeline.max_staleness == 0
         self._orders_by_length = named_policy(settings.scheduler.dispatch).longest_first
 
-    def draft(self, batch: Batch, groups: Mapping[int, Sequence[Sample]], lives: Sequence[Life]) -> Draft:
-        """Begins the dispatch of all that waits of a batch. Arguments as those of `Draft`."""
+    def draft(
+        self,
+        batch: Batch,
+        groups: Mapping[int, Sequence[Sample]],
+        lives: Sequence[Life],
+        trainer_pace: TrainerPace | None,
+    ) -> Draft:
+        """Begins the dispatch of all that waits of a batch.
+
+        Args:
+            groups, lives: as for `Draft`.
+            trainer_pace: None: it is not known.
+        """
+        counts = self._waits_for_trainer and not batch.key.is_evaluation
         return Draft(
             batch,
             groups,
             lives,
             self._samples.lengths,
             policy=self._settings.scheduler.dispatch,
+            trainer_pace=trainer_pace if counts else None,
             seed=sample_seed(self._settings.run.seed, SampleKey(*batch.key, 0, 0)),
         )
 

@@ -17,6 +17,7 @@ from scheduler_svc.samples import SampleBook
 from scheduler_svc.settings import SchedulerSettings
 from streamrl.errors import RecordError, RefusedError, StaleAttemptError, UnavailableError
 from streamrl.identity import BatchKey, SampleKey
+from streamrl.planning.iteration import TrainerPace
 from streamrl.v1.records_pb2 import Assignment, PromptRecord
 from streamrl.v1.scheduler_pb2 import (
     FLEET_PHASE_GENERATE,
@@ -89,6 +90,7 @@ class Ledger:
         self.dead_letters = 0
         """Records that could not be handled here."""
         self._dispatcher = Dispatcher(settings, self.samples)
+        self._trainer_pace: TrainerPace | None = None
         self._tokenizer_digest = ""
         self._num_working = 0
         """Instances that run and do not drain, as of the last registration, drain or round."""
@@ -274,6 +276,8 @@ class Ledger:
         self.check_caller(request.run_id, request.attempt)
         if request.tokenizer_digest:
             self._take_tokenizer_digest(request.tokenizer_digest)
+        if request.HasField("trainer_pace"):
+            self._trainer_pace = TrainerPace(request.trainer_pace.token_s, request.trainer_pace.pass_tokens)
         for outcome in request.outcomes:
             self.samples.take_outcome(outcome)
         for closed in request.closed:
@@ -360,7 +364,7 @@ class Ledger:
         """
         lives = self._takers(now)
         ready = self.samples.take_ready() if lives else None
-        return None if ready is None else self._dispatcher.draft(*ready, lives)
+        return None if ready is None else self._dispatcher.draft(*ready, lives, self._trainer_pace)
 
     def carry_out(self, draft: Draft, placings: Sequence[Placing], now: float) -> list[Outgoing]:
         """Assigns a part of what a draft has planned, as far as it still holds; the rest waits again.

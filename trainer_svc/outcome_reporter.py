@@ -18,6 +18,7 @@ from streamrl.v1.scheduler_pb2 import (
     ReportBatchRequest,
     ReportBatchResponse,
     SampleOutcome,
+    TrainerPace,
 )
 from streamrl.v1.scheduler_pb2_grpc import SchedulerServiceStub
 
@@ -70,6 +71,7 @@ class OutcomeReporter:
         self._changed = threading.Condition()
         self._outcomes: list[SampleOutcome] = []
         self._closed_batches: list[BatchKey] = []
+        self._pace: TrainerPace | None = None
         self._ending = False
         self._scheduler_incarnation: int | None = None
         self._redispatched_before = redispatched
@@ -91,6 +93,11 @@ class OutcomeReporter:
         with self._changed:
             self._closed_batches.append(key)
             self._changed.notify_all()
+
+    def set_pace(self, pace: TrainerPace) -> None:
+        """What reports say from now on of how fast training is."""
+        with self._changed:
+            self._pace = pace
 
     @property
     def redispatched(self) -> int:
@@ -155,7 +162,7 @@ class OutcomeReporter:
         with self._changed:
             taken = self._outcomes, self._closed_batches
             self._outcomes, self._closed_batches = [], []
-            complete = self._reconnects()
+            complete, pace = self._reconnects(), self._pace
         # Asked for after the queue was emptied, so that nothing is in neither.
         known_outcomes, known_closed = self._known_outcomes() if complete else ([], [])
         request = ReportBatchRequest(
@@ -166,6 +173,7 @@ class OutcomeReporter:
             complete=complete,
             tokenizer_digest=self._tokenizer_digest,
             phase=self._phase() if complete else FLEET_PHASE_UNSPECIFIED,
+            trainer_pace=pace,
         )
         return request, taken
 

@@ -6,7 +6,9 @@ runs in one thread of its own; everything that can wait without it does so in ot
 
 import logging
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +17,7 @@ from pathlib import Path
 from streamrl.errors import NoProgressError, UnusableBatchError
 from streamrl.identity import PURPOSE_TRAIN, BatchKey
 from streamrl.spans import SpanLog
+from streamrl.v1.scheduler_pb2 import TrainerPace
 from streamrl.v1.weights_pb2 import Canary, ModelFile
 from trainer_svc.answer_table import AnswerTable
 from trainer_svc.batch_intake import BatchIntake, Intake
@@ -39,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 _LOOK_AROUND_S = 1.0
 """While the loop waits it looks so often whether anything else has happened."""
+_PACES = 8
+"""Iterations of which the median says how fast training is."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,7 @@ class TrainLoop:
         self._progressed_s = time.monotonic()
         self._fleet_mark: Hashable = None
         self._figures: dict[str, float] = {}
+        self._paces_s: deque[float] = deque(maxlen=_PACES)
         self._saved_iteration = -1
 
     def run(self) -> bool:
@@ -188,7 +194,8 @@ class TrainLoop:
         """What can be computed of a batch's samples as they come, then its steps."""
         parts, key = self._parts, BatchKey(PURPOSE_TRAIN, self._lineage.iteration)
         training = parts.begin_batch(key.batch)
-        train_s = 0.0
+        train_s = taken_s = 0.0
+        num_tokens = 0
         deadline_s = time.monotonic() + (self._settings.batch_deadline_s or math.inf)
         intake = self._collect(key, training, deadline_s)
         parts.pacing.before_training()
@@ -196,6 +203,8 @@ class TrainLoop:
             parts.control.show("training")
             started_s = time.time()
             training.take(intake)
+            taken_s += time.time() - started_s
+            num_tokens += sum(sample.num_tokens for group in intake.groups for sample in group.trained)
             if intake.complete:
                 batch = parts.collector.close(key)
                 parts.writer.observe(key, batch.group_rewards())
@@ -208,6 +217,10 @@ class TrainLoop:
             intake = self._collect(key, training, deadline_s)
         parts.clock.end_iteration()
         self._progressed()
+        if parts.pacing.min_tokens is not None and num_tokens:
+            self._paces_s.append(taken_s / num_tokens)
+            pace_s = statistics.median(self._paces_s)
+            parts.reporter.set_pace(TrainerPace(token_s=pace_s, pass_tokens=parts.pacing.min_tokens))
         self._figures = {"time/train_s": train_s}
         self._lineage.add_iteration(batch.reward_mean, batch.trained_staleness_max)
         return batch, steps

@@ -15,6 +15,7 @@ import numpy as np
 
 from streamrl.planning.completion import Work
 from streamrl.planning.forecast import LengthForecast
+from streamrl.planning.iteration import MOST_ANSWERS, IterationPlanner, Part, TrainerPace
 from streamrl.planning.makespan import FleetMember, MakespanPlan, plan_makespan
 from streamrl.planning.profile import InstanceProfile, TokenLatency
 from streamrl.planning.skewness import Objective, plan_by_skewness
@@ -26,6 +27,7 @@ _WHOLE_PER_INSTANCE = 16
 """With so many groups for each instance `makespan` does not ask whether cutting them pays."""
 _SPLITTING_GAIN = 0.01
 """Share of the makespan that cutting groups must spare."""
+_NO_TRAINER = TrainerPace(0.0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class Batch:
     length_p50: float | None = None
     """Of recent answers, for the paper's policies; None: of these pieces."""
     length_p90: float | None = None
+    trainer_pace: TrainerPace | None = None
     seed: int = 0
 
 
@@ -91,6 +94,7 @@ def plan(
     *,
     length_p50: float | None = None,
     length_p90: float | None = None,
+    trainer_pace: TrainerPace | None = None,
     seed: int = 0,
 ) -> dict[str, list[Piece]]:
     """Divides pieces among instances, cutting groups when there are too few to balance.
@@ -100,6 +104,8 @@ def plan(
         pieces: of one batch.
         instances: with different names.
         length_p50, length_p90: of recent answers, for the paper's policies.
+        trainer_pace: of a trainer that the next batch waits for, and that works while answers come, for `makespan`;
+            None: the end of generation is what counts.
         seed: of policies that draw.
 
     Returns:
@@ -113,7 +119,7 @@ def plan(
     if not instances:
         raise ValueError("expected at least one instance to plan for, got none")
     ordered = sorted(instances, key=lambda instance: instance.name)
-    dealt = deal(Batch(pieces, ordered, length_p50, length_p90, seed=seed))
+    dealt = deal(Batch(pieces, ordered, length_p50, length_p90, trainer_pace, seed))
     return {instance.name: share for instance, share in zip(ordered, dealt, strict=True) if share}
 
 
@@ -223,7 +229,35 @@ def _makespan(batch: Batch) -> list[list[Piece]]:
             cost_s = again * max(member.profile.prefill_token_s for member in members) / len(members)
             if in_parts.expected_s + cost_s < found.expected_s * (1 - _SPLITTING_GAIN):
                 pieces, found = parts, in_parts
-    return [[pieces[index] for index in share] for share in found.shares]
+    shares, num_answers = found.shares, sum(len(piece.samples) for piece in pieces)
+    measured = all(instance.profile is not None for instance in batch.instances)
+    pace = batch.trainer_pace if measured and batch.trainer_pace is not None else _NO_TRAINER
+    # Answers of a group err together, of which that plan knows nothing.
+    closely = pace.token_s > 0 or len(pieces) < num_answers
+    if closely and len(members) > 1 and 0 < num_answers <= MOST_ANSWERS:
+        shares = _bettered(pieces, members, shares, pace)
+    return [[pieces[index] for index in share] for share in shares]
+
+
+def _bettered(
+    pieces: Sequence[Piece],
+    members: Sequence[FleetMember],
+    shares: Sequence[Sequence[int]],
+    pace: TrainerPace,
+) -> list[list[int]]:
+    """Looks closely at a plan, and at the longest dealt in turn, and takes the best that either can be made."""
+    order = sorted(range(len(pieces)), key=lambda index: _by_descending_length(pieces[index]))
+    parts = [
+        Part(piece.group, len(piece.samples), piece.prompt_tokens, piece.lengths or (float(piece.expected_tokens),))
+        for piece in map(pieces.__getitem__, order)
+    ]
+    profiles = [member.profile for member in members]
+    busy_s = [member.tokens_before / member.profile.full_rate for member in members]
+    planner = IterationPlanner(parts, profiles, busy_s, pace)
+    places = {index: place for place, index in enumerate(order)}
+    planned = [sorted(places[index] for index in share) for share in shares]
+    in_turn = [list(range(first, len(order), len(members))) for first in range(len(members))]
+    return [[order[place] for place in share] for share in planner.best_from([planned, in_turn])]
 
 
 def _plan_pieces(pieces: Sequence[Piece], members: Sequence[FleetMember]) -> MakespanPlan:

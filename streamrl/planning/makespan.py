@@ -72,7 +72,7 @@ class _Set:
     @property
     def rate(self) -> float:
         """Tokens a second when full."""
-        return self.size * _rate(self.profile)
+        return self.size * self.profile.full_rate
 
 
 Cuts = list[tuple[int, int]]
@@ -220,7 +220,7 @@ def _late_rest(outlook: Outlook, sets: Sequence[_Set], start: NDArray[np.int64],
         size = sum(sets[index].size for index in members)
         before = sum(sets[index].size * sets[index].before for index in members) / size
         # Prompts are dealt whole. Of few, some instances get one more than others: those are late.
-        each = rows * _rate(profile) / total
+        each = rows * profile.full_rate / total
         whole = np.where(each < _FEW, np.maximum(np.ceil(each - 1e-9), 1), each)
         expected = outlook.late(profile, start, outlook.num_rows, times, share=whole / rows, before=before)
         late += size * each / whole * expected
@@ -251,11 +251,6 @@ def _sets(members: Sequence[FleetMember]) -> list[_Set]:
     return sets
 
 
-def _rate(profile: InstanceProfile) -> float:
-    """Tokens a second of a full instance."""
-    return profile.max_running / profile.token_latency(profile.max_running)
-
-
 def _deal(
     cuts: Cuts,
     sets: Sequence[_Set],
@@ -272,7 +267,7 @@ def _deal(
         for turn, member in enumerate(part.members):
             shares[member] += stretch[turn :: part.size]
     heap = [
-        (members[member].tokens_before / _rate(part.profile), turn, member, 1 / _rate(part.profile))
+        (members[member].tokens_before / part.profile.full_rate, turn, member, 1 / part.profile.full_rate)
         for turn, (part, member) in enumerate((part, member) for part in sets[len(cuts) :] for member in part.members)
     ]
     heapq.heapify(heap)

@@ -67,3 +67,8 @@ class InstanceProfile:
     def __post_init__(self) -> None:
         if self.max_running < 1:
             raise ValueError(f"expected max_running of 1 or more, got {self.max_running}")
+
+    @property
+    def full_rate(self) -> float:
+        """Tokens a second of a full batch."""
+        return self.max_running / self.token_latency(self.max_running)

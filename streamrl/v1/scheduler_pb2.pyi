@@ -477,6 +477,7 @@ class ReportBatchRequest(google.protobuf.message.Message):
     COMPLETE_FIELD_NUMBER: builtins.int
     TOKENIZER_DIGEST_FIELD_NUMBER: builtins.int
     PHASE_FIELD_NUMBER: builtins.int
+    TRAINER_PACE_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     attempt: builtins.int
     complete: builtins.bool
@@ -493,6 +494,10 @@ class ReportBatchRequest(google.protobuf.message.Message):
     def closed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ClosedBatch]:
         """Batches (train) and versions (evaluation) that are over: nothing of them is dispatched any more."""
 
+    @property
+    def trainer_pace(self) -> global___TrainerPace:
+        """Absent: nothing was trained yet, or training begins when all answers of a batch are there."""
+
     def __init__(
         self,
         *,
@@ -503,10 +508,34 @@ class ReportBatchRequest(google.protobuf.message.Message):
         complete: builtins.bool = ...,
         tokenizer_digest: builtins.str = ...,
         phase: global___FleetPhase.ValueType = ...,
+        trainer_pace: global___TrainerPace | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "closed", b"closed", "complete", b"complete", "outcomes", b"outcomes", "phase", b"phase", "run_id", b"run_id", "tokenizer_digest", b"tokenizer_digest"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["trainer_pace", b"trainer_pace"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "closed", b"closed", "complete", b"complete", "outcomes", b"outcomes", "phase", b"phase", "run_id", b"run_id", "tokenizer_digest", b"tokenizer_digest", "trainer_pace", b"trainer_pace"]) -> None: ...
 
 global___ReportBatchRequest = ReportBatchRequest
+
+@typing.final
+class TrainerPace(google.protobuf.message.Message):
+    """How the trainer gets on with a batch while answers are to come, in recent iterations."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKEN_S_FIELD_NUMBER: builtins.int
+    PASS_TOKENS_FIELD_NUMBER: builtins.int
+    token_s: builtins.float
+    """Seconds that it works on a token, prompts included."""
+    pass_tokens: builtins.int
+    """For so many it begins a pass."""
+    def __init__(
+        self,
+        *,
+        token_s: builtins.float = ...,
+        pass_tokens: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["pass_tokens", b"pass_tokens", "token_s", b"token_s"]) -> None: ...
+
+global___TrainerPace = TrainerPace
 
 @typing.final
 class ClosedBatch(google.protobuf.message.Message):

@@ -1,8 +1,10 @@
 """Plans: complete, in order, balanced."""
 
+import math
 import random
 from collections import Counter
 from dataclasses import replace
+from statistics import NormalDist
 from typing import Any, cast
 
 import pytest
@@ -11,7 +13,10 @@ from hypothesis import strategies as st
 
 from streamrl.planning.dispatch import PIECES_PER_INSTANCE, POLICIES, InstanceLoad, Piece, cut, plan
 from streamrl.planning.forecast import LEVELS
+from streamrl.planning.iteration import TrainerPace
 from streamrl.planning.profile import InstanceProfile, TokenLatency
+from streamrl.planning.simulated_fleet import makespan_s
+from streamrl.planning.simulated_instance import SimulatedSequence
 from streamrl.planning.skewness import Objective, plan_by_skewness
 
 _PIECES = st.lists(st.tuples(st.integers(1, 16), st.integers(1, 2000)), max_size=60).map(
@@ -198,3 +203,45 @@ def test_the_papers_policies_are_algorithm_2() -> None:
             objective=cast(Objective, objective),
         )
         assert [[piece.group for piece in shares[name]] for name in "abc"] == found.instances
+
+
+_LAPTOP = InstanceProfile(TokenLatency({1: 0.0021, 4: 0.0026, 16: 0.0035, 64: 0.0062}), 64)
+_GROUPS = [Piece(group, tuple(range(8)), tokens) for group, tokens in enumerate([120, 80, 60, *range(50, 8, -2)])]
+
+
+def test_a_trainer_that_is_waited_for_changes_the_plan_of_measured_instances_alone() -> None:
+    pace = TrainerPace(4e-5, 2048)
+    measured = [InstanceLoad(name, 64, profile=_LAPTOP) for name in "ab"]
+    guessed = [InstanceLoad(name, 64) for name in "ab"]
+    assert plan("makespan", _GROUPS, measured, trainer_pace=pace) != plan("makespan", _GROUPS, measured)
+    assert plan("makespan", _GROUPS, guessed, trainer_pace=pace) == plan("makespan", _GROUPS, guessed)
+
+
+def test_groups_that_err_together_are_no_reason_to_end_later_than_dealt_in_turn() -> None:
+    """Forecasts say what one answer may be; all of a group are long, or none is."""
+    generator = random.Random(7)
+    ours_s, in_turn_s = 0.0, 0.0
+    for _ in range(20):
+        foretold = [max(4.0, generator.lognormvariate(3.4, 0.8)) for _ in range(32)]
+        came = [max(1, round(length * generator.lognormvariate(0.0, 0.15))) for length in foretold]
+        spread = [
+            math.exp(0.15 * max(-2.5, min(2.5, NormalDist().inv_cdf(min(max(p, 1e-6), 1 - 1e-6))))) for p in LEVELS
+        ]
+        pieces = [
+            Piece(group, tuple(range(8)), round(length), tuple(max(1.0, length * factor) for factor in spread), 6)
+            for group, length in enumerate(foretold)
+        ]
+        instances = [InstanceLoad(name, 64, profile=_LAPTOP) for name in "ab"]
+        for policy in ("makespan", "round_robin"):
+            shares = plan(policy, pieces, instances)
+            played = [
+                [
+                    SimulatedSequence((piece.group, sample), came[piece.group], rank)
+                    for rank, piece in enumerate(shares.get(instance.name, []))
+                    for sample in piece.samples
+                ]
+                for instance in instances
+            ]
+            ended_s = makespan_s(played, [_LAPTOP, _LAPTOP])
+            ours_s, in_turn_s = (ours_s + ended_s, in_turn_s) if policy == "makespan" else (ours_s, in_turn_s + ended_s)
+    assert ours_s < 1.01 * in_turn_s

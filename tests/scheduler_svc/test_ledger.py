@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 
+from scheduler_svc import dispatcher
 from scheduler_svc.fleet_view import fleet_view, waits
 from scheduler_svc.ledger import Ledger
 from scheduler_svc.settings import SchedulerSection, SchedulerSettings
 from streamrl.errors import RecordError, RefusedError, StaleAttemptError, UnavailableError
 from streamrl.identity import PURPOSE_EVALUATION, PURPOSE_TRAIN, BatchKey, SampleKey, sample_seed
+from streamrl.planning.dispatch import plan
+from streamrl.planning.iteration import TrainerPace as PlannedPace
 from streamrl.settings import PipelineSection, RunSection, SamplingView, WeightsSection
 from streamrl.v1.records_pb2 import Assignment, BatchEnd, Prompt, PromptRecord, RunEnd
 from streamrl.v1.sample_pb2 import SamplingSettings
@@ -31,6 +34,7 @@ from streamrl.v1.scheduler_pb2 import (
     ReportBatchRequest,
     ReportBatchResponse,
     SampleOutcome,
+    TrainerPace,
 )
 from tests.scheduler_svc.dispatching import decide
 
@@ -935,3 +939,25 @@ def test_evaluation_samples_do_not_move() -> None:
     scene.register("generator-1", max_running=4)
     scene.advance()
     assert _moves(scene, "generator-0") == []
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "purpose", "counts"),
+    [(0, PURPOSE_TRAIN, True), (0, PURPOSE_EVALUATION, False), (1, PURPOSE_TRAIN, False)],
+)
+def test_plans_mind_the_trainer_where_the_next_batch_waits_for_it(
+    max_staleness: int, purpose: int, counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paces = []
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        paces.append(options["trainer_pace"])
+        return plan(*arguments, **options)
+
+    monkeypatch.setattr(dispatcher, "plan", watched)
+    scene = Scene(max_staleness=max_staleness).ready()
+    scene.report(trainer_pace=TrainerPace(token_s=0.25, pass_tokens=64))
+    scene.report()
+    scene.batch(0, purpose=purpose)
+    assert len(_samples(scene.advance())) == 4
+    assert paces == [PlannedPace(0.25, 64) if counts else None]

@@ -16,6 +16,7 @@ from streamrl.v1.scheduler_pb2 import (
     ReportBatchRequest,
     ReportBatchResponse,
     SampleOutcome,
+    TrainerPace,
 )
 from streamrl.v1.scheduler_pb2_grpc import SchedulerServiceServicer, add_SchedulerServiceServicer_to_server
 from trainer_svc.outcome_reporter import OutcomeReporter
@@ -129,9 +130,12 @@ def test_the_first_report_tells_everything_and_later_ones_what_is_new(scheduler:
     servicer.wait(lambda: servicer.told_samples(complete=True) == [0])
     reporter.report(accepted(1))
     reporter.report(accepted(2))
+    reporter.set_pace(TrainerPace(token_s=0.25, pass_tokens=64))
     reporter.close_batch(BatchKey(PURPOSE_TRAIN, 8))
     servicer.wait(lambda: servicer.told_samples(complete=False) == [1, 2])
     reporter.close()
+    assert servicer.requests[-1].trainer_pace == TrainerPace(token_s=0.25, pass_tokens=64)
+    assert not servicer.requests[0].HasField("trainer_pace")
     first, closed = servicer.requests[0], [one.batch for request in servicer.requests for one in request.closed]
     assert (first.run_id, first.attempt, first.tokenizer_digest) == ("r", 2, "abc")
     assert first.phase == FLEET_PHASE_TRAIN

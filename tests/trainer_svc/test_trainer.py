@@ -162,6 +162,9 @@ def test_a_synchronous_run_agrees_with_its_generator_and_leaves_everything_behin
     assert closed == {(PURPOSE_TRAIN, 0), (PURPOSE_TRAIN, 1), (PURPOSE_TRAIN, 2)} | {
         (PURPOSE_EVALUATION, version) for version in (0, 2, 3)
     }
+    pace = fleet.reports[-1].trainer_pace
+    assert 0 < pace.token_s < figures["time/train_s"]
+    assert pace.pass_tokens > 0
     assert {path.name for path in (run.folder / "model").iterdir()} >= {"model.safetensors", "config.json"}
     checkpoints = sorted(path.name for path in (run.folder / "checkpoints").iterdir())
     assert checkpoints == ["attempt-0001-iteration-000002", "attempt-0001-iteration-000003"]
