@@ -16,7 +16,8 @@ class SchedulerSection(FleetView):
 
     dispatch: Annotated[str, Field(validate_default=True)] = "makespan"
     """How a batch is divided among the instances. makespan: so that the batch is expected to be over earliest, given
-    how uncertain lengths are and how fast each instance is; the longest answers may get instances of their own.
+    how uncertain lengths are and how fast each instance is; the longest answers may get instances of their own. Where
+    the next batch waits for the trainer (mode sync), over means that the trainer is done with it, too.
     longest_first: the longest expected answers first, each to the instance that would be done with it earliest.
     round_robin: the longest first, dealt in turn. paper, paper_max: Algorithm 2 of the StreamRL paper, with the sum or
     the maximum of its two latencies. random: any instance, in the order of the batch."""

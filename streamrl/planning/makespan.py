@@ -7,7 +7,8 @@ counts as kept when few answers are expected to be late; how few is tried out, a
 makespan is taken. Dealing everything, the longest first, is one of these plans, and stays unless cuts promise more.
 
 Unlike the paper's Algorithm 2 it weighs the work that goes along with a long answer, cuts as often as pays, and does
-not cut where that costs more than it brings. What it leaves out: that work can move later (moves.py).
+not cut where that costs more than it brings. What it leaves out: that work can move later (moves.py), that answers of
+a group are long together, and that a trainer works on what has come (iteration.py).
 """
 
 import heapq
