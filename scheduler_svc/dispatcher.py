@@ -5,7 +5,7 @@ planned in a thread (`Draft.plan`), and carried out in parts on the loop again (
 holds by then. So heartbeats and calls are answered in between, however large the batch and the fleet are.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from scheduler_svc.admission import priority, version_for
@@ -77,9 +77,22 @@ class Draft:
         self._loads: list[InstanceLoad] = []
         self._length_p50: float | None = None
         self._length_p90: float | None = None
+        self._found: list[list[Placing]] | None = None
+
+    def holds_for(self, batch: Batch, groups: Collection[int], lives: Sequence[Life]) -> bool:
+        """Whether it is, or will be, the plan for all samples of some groups, and for instances without other work."""
+        return (
+            self.batch is batch
+            and self._lives == lives
+            and len(self._groups) == len(groups)
+            and all(group in self._groups for group in groups)
+            and not any(life.samples for life in lives)
+        )
 
     def parts(self) -> Iterator[None]:
-        """Notes what is known of samples and instances, a part with each step."""
+        """Notes what is known of samples and instances, a part with each step. Nothing, once it is planned."""
+        if self._found is not None:
+            return
         for number, (index, samples) in enumerate(self._groups.items(), start=1):
             # Outcomes may have come while they waited.
             waiting = [sample for sample in samples if sample.state is SampleState.UNASSIGNED]
@@ -133,7 +146,12 @@ class Draft:
         )
 
     def plan(self) -> list[list[Placing]]:
-        """Who should draw what, for `Dispatcher.carry_out`, in parts. Pure: for a thread."""
+        """Who should draw what, for `Dispatcher.carry_out`, in parts. It is planned once. For a thread."""
+        if self._found is None:
+            self._found = self._plan()
+        return self._found
+
+    def _plan(self) -> list[list[Placing]]:
         placed = list(self._placed)
         if self._pieces:
             shares = plan(

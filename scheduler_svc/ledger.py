@@ -91,6 +91,8 @@ class Ledger:
         """Records that could not be handled here."""
         self._dispatcher = Dispatcher(settings, self.samples)
         self._trainer_pace: TrainerPace | None = None
+        self._ahead: Draft | None = None
+        """Of a batch that is not admitted yet."""
         self._tokenizer_digest = ""
         self._num_working = 0
         """Instances that run and do not drain, as of the last registration, drain or round."""
@@ -352,6 +354,7 @@ class Ledger:
         self._open_fleet(sum(life.takes_work(now) for life in self.registry.lives()), now)
         if self._takers(now):
             if self.samples.lengths.take_refresh():
+                self._ahead = None
                 self.samples.look_again()
             self.samples.admit(self.newest_weight_version, now)
 
@@ -364,7 +367,28 @@ class Ledger:
         """
         lives = self._takers(now)
         ready = self.samples.take_ready() if lives else None
-        return None if ready is None else self._dispatcher.draft(*ready, lives, self._trainer_pace)
+        if ready is None:
+            return None
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.holds_for(*ready, lives):
+            return ahead
+        return self._dispatcher.draft(*ready, lives, self._trainer_pace)
+
+    def draft_ahead(self, now: float) -> Draft | None:
+        """Begins to plan the batch that waits for the next version while nobody has anything to do: `draft` will give
+        it out, once planned, if it still holds.
+
+        Returns:
+            None: there is none, or it was planned before.
+        """
+        batch, lives = self.samples.next_waiting, self._takers(now)
+        if batch is None or not lives:
+            return None
+        if self._ahead is not None and self._ahead.holds_for(batch, batch.unplanned, lives):
+            return None
+        groups = self.samples.unplanned(batch, now)
+        self._ahead = self._dispatcher.draft(batch, groups, lives, self._trainer_pace) if groups else None
+        return self._ahead
 
     def carry_out(self, draft: Draft, placings: Sequence[Placing], now: float) -> list[Outgoing]:
         """Assigns a part of what a draft has planned, as far as it still holds; the rest waits again.

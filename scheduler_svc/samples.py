@@ -250,9 +250,7 @@ class SampleBook:
             if required > newest_weight_version:
                 return
             batch = self.batches.get(key)
-            if batch is not None and any(
-                self.lengths.awaits(batch.groups[index].prompt.prompt_id, now) for index in batch.unplanned
-            ):
+            if batch is not None and self._awaits_lengths(batch, now):
                 return
             heapq.heappop(self._to_admit)
             if batch is None or not batch.whole or not batch.unplanned:
@@ -263,6 +261,23 @@ class SampleBook:
             logger.info("%s is admitted: %d groups, version %d", key, len(batch.unplanned), newest_weight_version)
             batch.unplanned.clear()
             batch.admitted = True
+
+    @property
+    def next_waiting(self) -> Batch | None:
+        """The batch that is admitted next, when nothing else is left to do; None: there is something, or none waits."""
+        if not self._to_admit or self._ready or self.any_assigned:
+            return None
+        batch = self.batches.get(self._to_admit[0][1])
+        return batch if batch is not None and batch.whole and batch.unplanned else None
+
+    def unplanned(self, batch: Batch, now: float) -> dict[int, list[Sample]]:
+        """The samples of a batch that were not admitted, by group; none while estimates are about to come."""
+        if self._awaits_lengths(batch, now):
+            return {}
+        return {index: list(batch.groups[index].samples) for index in batch.unplanned}
+
+    def _awaits_lengths(self, batch: Batch, now: float) -> bool:
+        return any(self.lengths.awaits(batch.groups[index].prompt.prompt_id, now) for index in batch.unplanned)
 
     def take_ready(self) -> tuple[Batch, dict[int, list[Sample]]] | None:
         """The samples that wait for an instance, by group, of the batch that starts first; None: none do. The caller

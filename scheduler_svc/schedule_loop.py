@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from google.protobuf.message import DecodeError
 
-from scheduler_svc.dispatcher import Draft, Outgoing
+from scheduler_svc.dispatcher import Draft, Outgoing, Placing
 from scheduler_svc.ledger import Ledger
 from streamrl.errors import RecordError
 from streamrl.kafka.dead_letters import DeadLetters
@@ -93,14 +93,19 @@ class ScheduleLoop:
             self._decided.clear()
             while (draft := self._ledger.draft(time.monotonic())) is not None:
                 await self._carry_out(draft)
+            if (draft := self._ledger.draft_ahead(time.monotonic())) is not None:
+                await self._plan(draft)
             self._ledger.balance(time.monotonic())
             tell()
 
-    async def _carry_out(self, draft: Draft) -> None:
+    async def _plan(self, draft: Draft) -> list[list[Placing]]:
         for _ in draft.parts():
             await asyncio.sleep(0)
+        return await asyncio.to_thread(draft.plan)
+
+    async def _carry_out(self, draft: Draft) -> None:
         num_samples = num_assignments = 0
-        for placings in await asyncio.to_thread(draft.plan):
+        for placings in await self._plan(draft):
             outgoing = self._ledger.carry_out(draft, placings, time.monotonic())
             self._write(outgoing)
             num_samples += sum(len(record.assignment.draws) for record in outgoing)
