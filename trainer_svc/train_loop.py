@@ -209,6 +209,7 @@ class TrainLoop:
                 batch = parts.collector.close(key)
                 parts.writer.observe(key, batch.group_rewards())
                 parts.reporter.close_batch(key)
+                self._write_early(key.batch + 1)
                 steps = self._step(batch, training)
             parts.spans.write("train", started_s, time.time(), batch=key.batch, weight_version=key.batch)
             train_s += time.time() - started_s
@@ -224,6 +225,15 @@ class TrainLoop:
         self._figures = {"time/train_s": train_s}
         self._lineage.add_iteration(batch.reward_mean, batch.trained_staleness_max)
         return batch, steps
+
+    def _write_early(self, iteration: int) -> None:
+        """Writes what the next iteration will ask for while its version is made, so that it is planned by then. Where
+        time that does not count, or training alone on the machine, comes first, it must not be generated yet."""
+        parts = self._parts
+        evaluates = parts.pacing.evaluations_block and parts.evaluations.is_due(iteration)
+        asked = parts.control.paused() or parts.control.stop_asked()
+        if not (parts.pacing.waits_for_publication or evaluates or asked):
+            parts.writer.write_ahead(iteration)
 
     def _step(self, batch: BatchIntake, training: BatchTraining) -> BatchSteps | None:
         if not batch.trained:
