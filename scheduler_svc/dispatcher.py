@@ -53,6 +53,7 @@ class Draft:
         *,
         policy: str,
         trainer_pace: TrainerPace | None,
+        alone: bool,
         seed: int,
     ) -> None:
         """
@@ -60,6 +61,7 @@ class Draft:
             groups: the samples, by group.
             lives: one or more.
             trainer_pace: as for `plan`.
+            alone: whether what instances have will be over when this is given out.
             seed: of policies that draw.
         """
         self.batch = batch
@@ -68,6 +70,7 @@ class Draft:
         self._lengths = lengths
         self._policy = policy
         self._trainer_pace = trainer_pace
+        self._alone = alone
         self._seed = seed
         self._placed: list[Placing] = []
         """Samples that were taken back for a certain instance."""
@@ -79,14 +82,13 @@ class Draft:
         self._length_p90: float | None = None
         self._found: list[list[Placing]] | None = None
 
-    def holds_for(self, batch: Batch, groups: Collection[int], lives: Sequence[Life]) -> bool:
-        """Whether it is, or will be, the plan for all samples of some groups, and for instances without other work."""
+    def is_of(self, batch: Batch, groups: Collection[int], lives: Sequence[Life]) -> bool:
+        """Whether it is, or will be, the plan for these groups and instances."""
         return (
             self.batch is batch
             and self._lives == lives
             and len(self._groups) == len(groups)
             and all(group in self._groups for group in groups)
-            and not any(life.samples for life in lives)
         )
 
     def parts(self) -> Iterator[None]:
@@ -107,7 +109,12 @@ class Draft:
         self._places = {life.name: life for life in lives}
         profiles = fleet_profiles(lives)
         self._loads = [
-            InstanceLoad(life.name, life.request.max_running, life.outstanding_tokens, profiles.get(life.name))
+            InstanceLoad(
+                life.name,
+                life.request.max_running,
+                0 if self._alone else life.outstanding_tokens,
+                profiles.get(life.name),
+            )
             for life in lives
         ]
         history = self._lengths.history
@@ -183,11 +190,13 @@ class Dispatcher:
         groups: Mapping[int, Sequence[Sample]],
         lives: Sequence[Life],
         trainer_pace: TrainerPace | None,
+        *,
+        alone: bool = False,
     ) -> Draft:
         """Begins the dispatch of all that waits of a batch.
 
         Args:
-            groups, lives: as for `Draft`.
+            groups, lives, alone: as for `Draft`.
             trainer_pace: None: it is not known.
         """
         counts = self._waits_for_trainer and not batch.key.is_evaluation
@@ -198,6 +207,7 @@ class Dispatcher:
             self._samples.lengths,
             policy=self._settings.scheduler.dispatch,
             trainer_pace=trainer_pace if counts else None,
+            alone=alone,
             seed=sample_seed(self._settings.run.seed, SampleKey(*batch.key, 0, 0)),
         )
 

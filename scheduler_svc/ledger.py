@@ -369,14 +369,15 @@ class Ledger:
         ready = self.samples.take_ready() if lives else None
         if ready is None:
             return None
+        batch, groups = ready
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead.holds_for(*ready, lives):
+        if ahead is not None and ahead.is_of(batch, groups, lives) and self.samples.comes_alone(batch):
             return ahead
-        return self._dispatcher.draft(*ready, lives, self._trainer_pace)
+        return self._dispatcher.draft(batch, groups, lives, self._trainer_pace)
 
     def draft_ahead(self, now: float) -> Draft | None:
-        """Begins to plan the batch that waits for the next version while nobody has anything to do: `draft` will give
-        it out, once planned, if it still holds.
+        """Begins to plan the batch that waits for the next version, if instances will have nothing else to do then:
+        `draft` will give it out, once planned, if it still holds.
 
         Returns:
             None: there is none, or it was planned before.
@@ -384,10 +385,10 @@ class Ledger:
         batch, lives = self.samples.next_waiting, self._takers(now)
         if batch is None or not lives:
             return None
-        if self._ahead is not None and self._ahead.holds_for(batch, batch.unplanned, lives):
+        if self._ahead is not None and self._ahead.is_of(batch, batch.unplanned, lives):
             return None
         groups = self.samples.unplanned(batch, now)
-        self._ahead = self._dispatcher.draft(batch, groups, lives, self._trainer_pace) if groups else None
+        self._ahead = self._dispatcher.draft(batch, groups, lives, self._trainer_pace, alone=True) if groups else None
         return self._ahead
 
     def carry_out(self, draft: Draft, placings: Sequence[Placing], now: float) -> list[Outgoing]:

@@ -14,7 +14,7 @@ import heapq
 import logging
 from collections.abc import Iterable, Sequence
 
-from scheduler_svc.admission import batch_order
+from scheduler_svc.admission import batch_order, version_for
 from scheduler_svc.batches import Batch, Group, Sample, SampleState, batch_key, check_prompt
 from scheduler_svc.lengths import LengthEstimates
 from scheduler_svc.registry import Life
@@ -264,11 +264,22 @@ class SampleBook:
 
     @property
     def next_waiting(self) -> Batch | None:
-        """The batch that is admitted next, when nothing else is left to do; None: there is something, or none waits."""
-        if not self._to_admit or self._ready or self.any_assigned:
+        """The batch that is admitted next, if instances will have nothing else to do then; None: they will, or none
+        waits."""
+        if not self._to_admit or self._ready:
             return None
         batch = self.batches.get(self._to_admit[0][1])
-        return batch if batch is not None and batch.whole and batch.unplanned else None
+        return batch if batch is not None and batch.whole and batch.unplanned and self.comes_alone(batch) else None
+
+    def comes_alone(self, batch: Batch) -> bool:
+        """Whether nothing that instances have is left when a batch has its version: what was trained for that is over,
+        though the trainer may not have said so yet."""
+        version = version_for(batch.key, self._max_staleness)
+        return not any(
+            other.counts[SampleState.ASSIGNED]
+            for key, other in self.batches.items()
+            if key.is_evaluation or key.batch >= version
+        )
 
     def unplanned(self, batch: Batch, now: float) -> dict[int, list[Sample]]:
         """The samples of a batch that were not admitted, by group; none while estimates are about to come."""
