@@ -201,15 +201,16 @@ class TrainLoop:
         parts.pacing.before_training()
         while True:
             parts.control.show("training")
-            started_s = time.time()
-            training.take(intake)
-            taken_s += time.time() - started_s
-            num_tokens += sum(sample.num_tokens for group in intake.groups for sample in group.trained)
             if intake.complete:
                 batch = parts.collector.close(key)
                 parts.writer.observe(key, batch.group_rewards())
                 parts.reporter.close_batch(key)
                 self._write_early(key.batch + 1)
+            started_s = time.time()
+            training.take(intake)
+            taken_s += time.time() - started_s
+            num_tokens += sum(sample.num_tokens for group in intake.groups for sample in group.trained)
+            if intake.complete:
                 steps = self._step(batch, training)
             parts.spans.write("train", started_s, time.time(), batch=key.batch, weight_version=key.batch)
             train_s += time.time() - started_s
