@@ -200,7 +200,7 @@ class FakeEngine:
 
     def step_latencies(self) -> list[StepSpeed]:
         self._catch_up()
-        return self._latencies.take()
+        return [steps._replace(latency_s=steps.latency_s / self._speed) for steps in self._latencies.take()]
 
     def known_profile(self) -> EngineProfile | None:
         profile = self._instance.profile
