@@ -7,13 +7,14 @@ balances. Runs of one seed have the same prompts, batch by batch. Round-robin st
 On emulated devices (benchmarks/emulation) each instance and the trainer have one of their own. Services, broker, gRPC
 and the length ranker are real; steps of the engine take as long as those of the laptop's engine alone on a core, passes
 of the trainer as long as its own there, and answers are as long as right ones. Both runs of a seed go on beside each
-other, for an epoch, in which lengths are learned, and half of the next, whose prompts were answered before.
+other, at half the speed, for an epoch, in which lengths are learned, and half of the next, whose prompts were answered
+before.
 
 With real compute two engines and a trainer share the threads of the machine: what one leaves idle others use, so that
 dispatch can change little. There the two runs of a seed take turns, a batch each (benchmarks/turns.py), for an epoch.
 
 Batch is compared with batch, over all seeds. Each finished pair of runs is kept in `runs/laptop_dispatch`, and is not
-done again; remove the folder to begin anew. Forty minutes.
+done again; remove the folder to begin anew. Forty-five minutes.
 """
 
 import json
@@ -55,6 +56,8 @@ STEP_MS, PREFILL_TOKEN_MS = {1: 2.1, 4: 2.6, 16: 3.5, 64: 6.2}, 0.047
 TRAIN_TOKEN_S = 4e-5
 """In mode colocated, where the trainer has the machine to itself: time/train_s over the tokens of a batch."""
 LOAD_S = 0.02
+SPEED = 0.5
+"""Emulated seconds in a real one: what the services of two runs need of the machine's cores weighs half as much so."""
 EPOCH_ITERATIONS = 64
 _CONFIG = Path("examples/laptop.toml")
 _SETTINGS: dict[str, Any] = {"pipeline.mode": "sync", "eval.every": 0}
@@ -182,12 +185,12 @@ def _emulated_runs(nursery: Nursery, seed: int) -> Mapping[str, DispatchRun]:
         with ThreadPoolExecutor(len(planned)) as threads:
             return list(threads.map(one, planned))
 
-    return _kept_or_done("emulated", seed, _EMULATED, told, do)
+    return _kept_or_done("emulated", seed, _EMULATED, told, do, SPEED)
 
 
 def _emulation(answer_tokens: dict[str, int]) -> Emulation:
     return Emulation(
-        speed=1.0,
+        speed=SPEED,
         longest_answer=max(answer_tokens.values(), default=0),
         max_running=64,
         step_ms=STEP_MS,
@@ -225,12 +228,14 @@ def _kept_or_done(
     world_settings: Mapping[str, Any],
     told: Mapping[str, str],
     do: Callable[[Sequence[_Planned]], Sequence[Mapping[str, Any]]],
+    speed: float = 1.0,
 ) -> dict[str, DispatchRun]:
     """The pair of a seed, by policy.
 
     Args:
         told: what else the runs are done with.
         do: does them, and returns their summaries.
+        speed: seconds that count in a real one.
     """
     planned = {}
     for policy, of_policy in POLICIES.items():
@@ -247,7 +252,8 @@ def _kept_or_done(
         one.folder.mkdir(parents=True)
     summaries = do(list(planned.values()))
     return {
-        policy: _keep(one, summary["mlflow"]) for (policy, one), summary in zip(planned.items(), summaries, strict=True)
+        policy: _keep(one, summary["mlflow"], speed)
+        for (policy, one), summary in zip(planned.items(), summaries, strict=True)
     }
 
 
@@ -259,11 +265,12 @@ def _kept(planned: _Planned) -> DispatchRun | None:
     return kept if kept.setup == planned.setup else None
 
 
-def _keep(planned: _Planned, tracker: Mapping[str, str]) -> DispatchRun:
+def _keep(planned: _Planned, tracker: Mapping[str, str], speed: float) -> DispatchRun:
     figures = logged_figures(tracker["tracking_uri"], tracker["run_id"], _FIGURES)
     generation_s, wait_s, iteration_s, length_mean = (
         list(figures[figure].values)[WARM_UP_ITERATIONS:] for figure in _FIGURES
     )
+    generation_s = [speed * seconds for seconds in generation_s]
     shutil.rmtree(planned.folder)
     logger.info("%s: %.2f s a batch", planned.name, np.mean(generation_s))
     idle = [wait / whole for wait, whole in zip(wait_s, iteration_s, strict=True)]
