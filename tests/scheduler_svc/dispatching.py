@@ -13,5 +13,9 @@ def decide(ledger: Ledger, now: float) -> list[Outgoing]:
             pass
         for placings in draft.plan():
             outgoing += ledger.carry_out(draft, placings, now)
+    if (draft := ledger.draft_ahead(now)) is not None:
+        for _ in draft.parts():
+            pass
+        draft.plan()
     ledger.balance(now)
     return outgoing

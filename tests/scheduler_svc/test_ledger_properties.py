@@ -412,6 +412,7 @@ class Fleet:
             if not self.planned:
                 self.draft = self.ledger.draft(self.now)
                 if self.draft is None:
+                    self._plan_ahead()
                     self.ledger.balance(self.now)
                     break
                 for _ in self.draft.parts():
@@ -425,6 +426,13 @@ class Fleet:
                 # It cannot overtake what was said before.
                 arrives_at = max([self.now + LEASE_S / 2 - 1, *(at for at, _ in instance.answers)])
                 instance.answers.append((arrives_at, self.ledger.answer(life.name, life.incarnation)))
+
+    def _plan_ahead(self) -> None:
+        draft = self.ledger.draft_ahead(self.now)
+        if draft is not None:
+            for _ in draft.parts():
+                pass
+            draft.plan()
 
     def _carry_out(self, num_placings: int) -> None:
         assert self.draft is not None

@@ -17,7 +17,7 @@ from streamrl.identity import PURPOSE_TRAIN, SampleKey
 from streamrl.kafka.reader import Record
 from streamrl.kafka.topics import Topics
 from streamrl.planning.dispatch import Piece, plan
-from streamrl.settings import RunSection, SamplingView
+from streamrl.settings import PipelineSection, RunSection, SamplingView
 from streamrl.v1.records_pb2 import Assignment, BatchEnd, Prompt, PromptRecord
 from streamrl.v1.sample_pb2 import SamplingSettings
 from streamrl.v1.scheduler_pb2 import (
@@ -49,9 +49,10 @@ class KeepingProducer:
 class Stage:
     """A loop with two instances and a batch of one-sample groups."""
 
-    def __init__(self, num_groups: int, lease_s: float = 10.0) -> None:
+    def __init__(self, num_groups: int, lease_s: float = 10.0, max_staleness: int = 1) -> None:
         settings = SchedulerSettings(
             run=RunSection(id="run"),
+            pipeline=PipelineSection(mode="async" if max_staleness else "sync", max_staleness=max_staleness),
             generator=SamplingView(num_instances=2),
             scheduler=SchedulerSection(lease_s=lease_s),
         )
@@ -69,9 +70,10 @@ class Stage:
         request = RegisterRequest(run_id="run", attempt=1, instance=name, max_running=8)
         return self.ledger.register(request, NOW).incarnation
 
-    def write_batch(self) -> None:
-        end = BatchEnd(purpose=PURPOSE_TRAIN, batch=0, num_groups=len(self.keys))
-        records = [*map(_prompt, self.keys), PromptRecord(attempt=1, batch_end=end)]
+    def write_batch(self, batch: int = 0) -> None:
+        end = BatchEnd(purpose=PURPOSE_TRAIN, batch=batch, num_groups=len(self.keys))
+        prompts = [_prompt(key._replace(batch=batch)) for key in self.keys]
+        records = [*prompts, PromptRecord(attempt=1, batch_end=end)]
         self.loop.take_records(
             [Record("prompts", 0, offset, None, one.SerializeToString()) for offset, one in enumerate(records)]
         )
@@ -187,6 +189,50 @@ def test_nothing_of_a_batch_that_was_closed_while_it_was_planned_is_given_out(he
 
     stage.play(scene())
     assert stage.producer.assignments == []
+
+
+class CountedPlans:
+    """How many pieces each plan had."""
+
+    def __init__(self) -> None:
+        self.num_pieces: list[int] = []
+
+    def __call__(self, policy: str, pieces: list[Piece], *args: Any, **options: Any) -> dict[str, list[Piece]]:
+        self.num_pieces.append(len(pieces))
+        return plan(policy, pieces, *args, **options)
+
+
+@pytest.mark.parametrize("event", ["nothing", "an answer", "a lost instance"])
+def test_a_batch_is_planned_while_its_version_is_awaited_and_anew_when_the_fleet_changes(
+    event: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Stage(num_groups=32, max_staleness=0)
+    counted = CountedPlans()
+    monkeypatch.setattr(dispatcher, "plan", counted)
+
+    async def scene() -> None:
+        stage.write_batch(0)
+        await stage.all_is_given_out()
+        for key in stage.keys[1:]:
+            stage.accept(key)
+        # One answer to the batch before is still on its way: it is over when the next version is there.
+        stage.write_batch(1)
+        await stage.all_is_given_out()
+        assert counted.num_pieces == [32, 32]
+        assert len(stage.producer.assignments) == 32
+        if event == "an answer":
+            stage.accept(stage.keys[3]._replace(batch=1))
+        if event == "a lost instance":
+            stage.drain("a")
+        stage.ledger.announce(1, 1)
+        await stage.all_is_given_out()
+
+    stage.play(scene())
+    assert counted.num_pieces == ([32, 32, 32] if event == "a lost instance" else [32, 32])
+    given = [one for one in stage.producer.assignments if one.batch == 1]
+    assert sorted(one.group for one in given) == [g for g in range(32) if event != "an answer" or g != 3]
+    owners = {one.incarnation for one in given}
+    assert owners == ({stage.incarnations["b"]} if event == "a lost instance" else {*stage.incarnations.values()})
 
 
 def test_a_batch_is_looked_at_at_once_however_seldom_an_idle_fleet_is(monkeypatch: pytest.MonkeyPatch) -> None:

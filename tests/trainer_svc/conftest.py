@@ -75,6 +75,8 @@ class ScriptedFleet(SchedulerServiceServicer, WeightsServiceServicer):
         self.errors: list[BaseException] = []
         self._changed = threading.Condition()
         self._prompts: dict[BatchKey, list[Prompt]] = defaultdict(list)
+        self.batch_ends: list[BatchKey] = []
+        """As they stand in the topic."""
         self._whole: list[BatchKey] = []
         self._again: list[tuple[SampleKey, int]] = []
         self._dispatches: dict[SampleKey, int] = {}
@@ -159,6 +161,7 @@ class ScriptedFleet(SchedulerServiceServicer, WeightsServiceServicer):
                         key = BatchKey(end.purpose, end.batch)
                         assert len(self._prompts[key]) == end.num_groups
                         self._whole.append(key)
+                        self.batch_ends.append(key)
                     case "run_end":
                         self.run_ended.set()
             self._changed.notify_all()

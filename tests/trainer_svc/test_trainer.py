@@ -165,6 +165,8 @@ def test_a_synchronous_run_agrees_with_its_generator_and_leaves_everything_behin
     pace = fleet.reports[-1].trainer_pace
     assert 0 < pace.token_s < figures["time/train_s"]
     assert pace.pass_tokens > 0
+    # Nothing of a batch is generated in the time of a blocking evaluation, which does not count.
+    assert fleet.batch_ends.index((PURPOSE_EVALUATION, 2)) < fleet.batch_ends.index((PURPOSE_TRAIN, 2))
     assert {path.name for path in (run.folder / "model").iterdir()} >= {"model.safetensors", "config.json"}
     checkpoints = sorted(path.name for path in (run.folder / "checkpoints").iterdir())
     assert checkpoints == ["attempt-0001-iteration-000002", "attempt-0001-iteration-000003"]
@@ -193,9 +195,13 @@ def test_an_asynchronous_run_on_two_ranks_survives_what_a_fleet_does_wrong(make_
             "micro_batch_tokens": 30,
             "packing": "on",
         },
+        eval={"every": 1},
     )
     assert run.wait(run.start_process()) == 0, run.log
     assert run.fleet.errors == []
+    # The next batch is asked for before the last step, and so before what comes after it.
+    batch_ends = run.fleet.batch_ends
+    assert batch_ends.index((PURPOSE_TRAIN, 2)) < batch_ends.index((PURPOSE_EVALUATION, 1))
     summary = run.summary
     assert (summary["status"], summary["staleness_max"]) == ("completed", 1)
     check_balance(summary, expected=27)
