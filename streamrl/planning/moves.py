@@ -23,6 +23,9 @@ _MOST_MOVES = 12
 _MOST_TRIES = 6
 """Moves that looked good and, looked at closely, were not."""
 _MOST_CANDIDATES = 24
+_LEAST_TRANSFERS = 5.0
+"""For fewer than so many times the way of an answer nothing moves: it would be there when all is nearly over, and the
+rest of its group, and the trainer, would wait for it."""
 _LEAST_GAIN = 0.02
 """Expected late answers that a move must spare."""
 _LATE = 0.7
@@ -68,6 +71,8 @@ def choose_moves(standing: Standing, profiles: Sequence[InstanceProfile], rules:
     if not allowed.any():
         return []
     search = _Search(standing, profiles, rules)
+    if search.due_s < _LEAST_TRANSFERS * rules.transfer_s:
+        return []
     moves: list[Move] = []
     tries = 0
     while len(moves) < _MOST_MOVES and tries < _MOST_TRIES:
@@ -105,8 +110,9 @@ class _Search:
         """(N,) the same of instances that were given something."""
         self._offset = self._prospect.offsets(self._everyone, self._instance)
         paces = self._prospect.paces(self._everyone, self._instance, self._offset, np.arange(size))
-        self._time_s = self._due(paces)
-        self._steps = paces.steps_by(self._time_s)
+        self.due_s = self._due(paces)
+        """When all should be done, from now."""
+        self._steps = paces.steps_by(self.due_s)
         self._weigh()
 
     def _due(self, paces: Paces) -> float:
@@ -142,7 +148,7 @@ class _Search:
         self._late, fewer, more = (np.bincount(instance, chance[:, k], size) for k in range(3))
         change = 0.04 * np.maximum(self._steps, 1.0)
         self._loss, self._gain = (fewer - self._late) / change, (self._late - more) / change
-        self._rough = self._roughly(self._time_s - self._stalled_s, self._tokens, self._held)
+        self._rough = self._roughly(self.due_s - self._stalled_s, self._tokens, self._held)
 
     def _roughly(self, time_s: Array, tokens: Array, held: Array) -> Array:
         """Steps made in a time, by the sums of the work: good for differences. (..., N) each."""
@@ -161,7 +167,7 @@ class _Search:
         source, each = self._instance[candidates], np.arange(len(candidates))
         mean, held = prospect.mean[candidates, None], prospect.held[candidates, None]
         # Where it is, it is late with its own chance, and others make more steps without it.
-        time_s = self._time_s - self._stalled_s
+        time_s = self.due_s - self._stalled_s
         without = self._roughly(time_s, np.maximum(self._tokens - mean, 0.0), np.maximum(self._held - held, 0.0))
         won = np.maximum(without[each, source] - self._rough[source], 0.0)
         spared = self._chance[candidates] + self._gain[source] * won
@@ -171,7 +177,7 @@ class _Search:
         lost = np.maximum(self._rough - with_it, 0.0)
         steps = np.maximum(self._steps - lost, 0.0)
         queue = np.where(self._count >= places, self._tokens / places, 0.0)
-        paused = self._pause_s[candidates, None] * steps / max(self._time_s, 1e-9)
+        paused = self._pause_s[candidates, None] * steps / max(self.due_s, 1e-9)
         added = prospect.chance(candidates[:, None], steps - queue - paused) + self._loss * lost
         gain = spared[:, None] - added
         gain[each, source] = -np.inf
@@ -195,8 +201,8 @@ class _Search:
         stall_s = self._stall_tokens[move.answer] * self._prefill_s[move.target]
         stalled_s = self._stalled_s[both] + [0.0, stall_s]
         steps = self._steps.copy()
-        steps[both] = self._prospect.paces(answers, instance, offset, both).steps_by(self._time_s - stalled_s)
-        pace = steps / max(self._time_s, 1e-9)
+        steps[both] = self._prospect.paces(answers, instance, offset, both).steps_by(self.due_s - stalled_s)
+        pace = steps / max(self.due_s, 1e-9)
         delay = self._delay[answers] + np.where(answers == move.answer, self._pause_s[move.answer], 0.0)
         chance = self._chance_at(answers, instance, offset + delay * pace[instance], steps)
         if chance.sum() > self._chance[answers].sum() - _LEAST_GAIN:

@@ -52,6 +52,14 @@ def test_a_running_answer_stays_when_moving_costs_more_than_it_spares() -> None:
     assert moves([(20_000.0, 0, True, 3000.0), *crowd], transfer_s=500.0) == []
 
 
+def test_nothing_moves_when_all_is_over_before_a_move_could_help() -> None:
+    def half_full(num_tokens: float) -> list[Move]:
+        return moves([(num_tokens, 0, True, 0.0)] * 8 + [(num_tokens, 0, False, 0.0)] * 8)
+
+    assert half_full(5000.0)
+    assert half_full(50.0) == []
+
+
 def test_running_answers_stay_when_they_may_not_move() -> None:
     crowd = [(15_000.0, 0, True, 3000.0)] * 7
     assert moves([(20_000.0, 0, True, 3000.0), *crowd], move_running=False) == []
