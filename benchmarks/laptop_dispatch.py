@@ -7,14 +7,14 @@ balances. Runs of one seed have the same prompts, batch by batch. Round-robin st
 On emulated devices (benchmarks/emulation) each instance and the trainer have one of their own. Services, broker, gRPC
 and the length ranker are real; steps of the engine take as long as those of the laptop's engine alone on a core, passes
 of the trainer as long as its own there, and answers are as long as right ones. Both runs of a seed go on beside each
-other, at half the speed, for an epoch, in which lengths are learned, and half of the next, whose prompts were answered
-before.
+other, at half the speed, for an epoch, in which lengths are learned, and one and a half more, whose prompts were
+answered before.
 
 With real compute two engines and a trainer share the threads of the machine: what one leaves idle others use, so that
 dispatch can change little. There the two runs of a seed take turns, a batch each (benchmarks/turns.py), for an epoch.
 
 Batch is compared with batch, over all seeds. Each finished pair of runs is kept in `runs/laptop_dispatch`, and is not
-done again; remove the folder to begin anew. Forty-five minutes.
+done again; remove the folder to begin anew. An hour.
 """
 
 import json
@@ -62,7 +62,7 @@ EPOCH_ITERATIONS = 64
 _CONFIG = Path("examples/laptop.toml")
 _SETTINGS: dict[str, Any] = {"pipeline.mode": "sync", "eval.every": 0}
 _EMULATED: dict[str, Any] = {
-    "trainer.num_iterations": EPOCH_ITERATIONS * 3 // 2,
+    "trainer.num_iterations": EPOCH_ITERATIONS * 5 // 2,
     "generator.engine": "fake",
     "trainer.checkpoint_every": 0,
     # Otherwise answers of equal rewards need no pass.
@@ -97,7 +97,7 @@ def measure() -> Result:
     found = [
         *cells("emulated/all", emulated),
         *cells("emulated/first_epoch", _stretch(emulated, 0, EPOCH_ITERATIONS - WARM_UP_ITERATIONS)),
-        *cells("emulated/second_epoch", _stretch(emulated, EPOCH_ITERATIONS - WARM_UP_ITERATIONS, None)),
+        *cells("emulated/later_epochs", _stretch(emulated, EPOCH_ITERATIONS - WARM_UP_ITERATIONS, None)),
         *cells("real", real),
     ]
     return Result("laptop_dispatch", settings | {"emulation": emulation}, found)
